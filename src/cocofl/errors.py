@@ -1,0 +1,9 @@
+"""Every mistake a user can make raises a :class:`CocoflError` that says how to mend it."""
+
+
+class CocoflError(Exception):
+    """Base of all errors that are the caller's to mend; the message names what is expected."""
+
+
+class InvalidSpan(CocoflError):
+    """A span that is empty, reversed, or does not fit the chain."""

@@ -1,0 +1,93 @@
+"""The floors of the design: imports point down only, and the core stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cocofl
+
+PACKAGE = Path(cocofl.__file__).parent
+
+# Top to bottom. Rooms on one floor do not import each other.
+FLOORS = [
+    {"cli"},
+    {"flower", "report"},
+    {"experiment"},
+    {"config"},
+    {"engine"},
+    {"runlog"},
+    {"fl"},
+    {"profiling"},
+    {"vector"},
+    {"freeze"},
+    {"chain"},
+    {"models", "data"},
+    {"numerics"},
+    {"span", "budget", "rng"},
+    {"errors"},
+]
+LEVEL = {room: level for level, floor in enumerate(FLOORS) for room in floor}
+
+# Frameworks touch only the rooms that adapt them; `import cocofl` costs torch and numpy only.
+CORE_IMPORTS = {"numpy", "torch"}
+ADAPTED_IMPORTS: dict[str, set[str]] = {}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_modules(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the floor they point to"
+            assert node.module is not None
+            names.append(node.module)
+            if node.module == "cocofl":
+                names += [f"cocofl.{alias.name}" for alias in node.names]
+    return names
+
+
+def sources() -> list[Path]:
+    return [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parent != PACKAGE or path.name != "__init__.py"
+    ]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down_the_floors(path: Path) -> None:
+    room = room_of(path)
+    assert room in LEVEL, f"{room} has no floor: add it to FLOORS and to docs/architecture.md"
+    for name in imported_modules(path):
+        root, *rest = name.split(".")
+        if root == "cocofl" and rest and rest[0] != room:
+            assert rest[0] in LEVEL, f"{path.name} imports {name} from the package's own front door"
+            assert LEVEL[rest[0]] > LEVEL[room], (
+                f"{path.name} imports {name}, which is not below {room}"
+            )
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_frameworks_touch_only_their_adapters(path: Path) -> None:
+    allowed = CORE_IMPORTS | ADAPTED_IMPORTS.get(room_of(path), set()) | {"cocofl"}
+    foreign = {name.split(".")[0] for name in imported_modules(path)} - sys.stdlib_module_names
+    assert foreign <= allowed
+
+
+def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
+    heavy = "datasets flwr matplotlib pandas plotly rich scipy sklearn typer"
+    code = f"import sys, cocofl; print([m for m in {heavy.split()} if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
