@@ -7,3 +7,7 @@ class CocoflError(Exception):
 
 class InvalidSpan(CocoflError):
     """A span that is empty, reversed, or does not fit the chain."""
+
+
+class InvalidModel(CocoflError):
+    """A built-in network was asked for with a width or a number of classes it cannot have."""

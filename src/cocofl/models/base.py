@@ -1,0 +1,48 @@
+"""What the built-in networks share: an example input, and what a width means."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from cocofl.errors import InvalidModel
+
+
+class Network(nn.Module, ABC):
+    """An ordinary ``nn.Module`` that can also show what it eats."""
+
+    @abstractmethod
+    def example_input(self, batch_size: int = 2) -> Tensor:
+        """A batch of the right shape and type, the same one every time."""
+
+
+class ImageNetwork(Network):
+    """A network for square colour images of ``image_size`` pixels a side."""
+
+    image_size: int
+
+    def example_input(self, batch_size: int = 2) -> Tensor:
+        """Normally distributed pixels, (batch, 3, image_size, image_size)."""
+        size = (batch_size, 3, self.image_size, self.image_size)
+        return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+def narrowed(channels: int, width: float) -> int:
+    """How many of ``channels`` a network of ``width`` keeps: always the leading ones.
+
+    >>> narrowed(64, 1.0), narrowed(64, 0.4), narrowed(12, 0.01)
+    (64, 26, 1)
+    """
+    return max(1, round(channels * width))
+
+
+def check(num_classes: int, width: float) -> None:
+    """Refuse what no network can be built with."""
+    if num_classes < 1:
+        raise InvalidModel(f"num_classes is {num_classes}; a classifier needs at least 1 class")
+    if not 0 < width <= 1:
+        raise InvalidModel(
+            f"width is {width}; expected the share of the channels to keep, a ratio in (0, 1]"
+        )
