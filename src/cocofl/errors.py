@@ -7,3 +7,11 @@ class CocoflError(Exception):
 
 class InvalidSpan(CocoflError):
     """A span that is empty, reversed, or does not fit the chain."""
+
+
+class CannotSplit(CocoflError):
+    """A model that cannot be traced, or not be cut into blocks as asked."""
+
+
+class InvalidExample(CocoflError):
+    """Example inputs that the model cannot run on."""
