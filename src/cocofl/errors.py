@@ -11,3 +11,11 @@ class InvalidSpan(CocoflError):
 
 class InvalidModel(CocoflError):
     """A built-in network was asked for with a width or a number of classes it cannot have."""
+
+
+class CannotSplit(CocoflError):
+    """A model that cannot be traced, or not be cut into blocks as asked."""
+
+
+class InvalidExample(CocoflError):
+    """Example inputs that the model cannot run on."""

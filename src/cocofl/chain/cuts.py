@@ -1,0 +1,296 @@
+"""Where a traced model may be cut, and where it is cut.
+
+A cut lies before a step. It is possible where exactly one *main* tensor is alive; beside it,
+values through which no gradient flows (sizes, masks) may cross.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from cocofl.chain.trace import BY_HAND, Call, Trace, is_container
+from cocofl.errors import CannotSplit, InvalidExample
+
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.PReLU)
+# Functions that apply a parameter as part of a norm, activation or offset, not as a layer.
+ELEMENTWISE = {
+    *(F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm, F.rms_norm, F.prelu),
+    *(operator.add, operator.mul, operator.sub, operator.truediv, operator.iadd, operator.imul),
+    *(torch.add, torch.mul, torch.sub, torch.div, torch.prelu),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known about each possible place of a cut; cut ``p`` lies before step ``p``."""
+
+    trace: Trace
+    alive: tuple[tuple[fx.Node, ...], ...]
+    """The main values alive at each place, inputs of the model included."""
+    weighty: tuple[bool, ...]
+    """Whether each step reads parameters."""
+    possible: frozenset[int]
+
+    def has_weights(self, start: int, stop: int) -> bool:
+        """Whether any of the steps ``start:stop`` reads parameters."""
+        return any(self.weighty[start:stop])
+
+
+def lay_out(trace: Trace, example: Sequence[Any], model: nn.Module) -> Layout:
+    """Run the example to see which values are tensors that a gradient flows through."""
+    n = len(trace.steps)
+    weighty = [False] * n
+    for node in trace.graph.nodes:
+        if 0 <= trace.places[node] < n and trace.parameters(node):
+            weighty[trace.places[node]] = True
+    alive: list[list[fx.Node]] = [[] for _ in range(n + 1)]
+    tangled = [False] * (n + 1)
+    for node, single in _main_values(trace, example, model).items():
+        last = max((trace.places[user] for user in node.users), default=-1)
+        for place in range(trace.places[node] + 1, last + 1):
+            alive[place].append(node)
+            tangled[place] |= not single
+    possible = frozenset(
+        place
+        for place in range(1, n)
+        if len(alive[place]) == 1 and not tangled[place] and alive[place][0].op != "placeholder"
+    )
+    return Layout(trace, tuple(map(tuple, alive)), tuple(weighty), possible)
+
+
+def default_cuts(layout: Layout) -> list[int]:
+    """Cut at both ends of the model's own repeated modules, else around its layers."""
+    cuts = _tidy(layout, _unit_cuts(layout))
+    return cuts or fine_cuts(layout)
+
+
+def fine_cuts(layout: Layout) -> list[int]:
+    """Cut before each layer where possible; norm and activation stay with the layer before."""
+    layers = [-1, *(i for i, node in enumerate(layout.trace.steps) if _is_layer(layout, i, node))]
+    cuts = []
+    for before, layer in pairwise(layers):
+        between = [place for place in range(before + 1, layer + 1) if place in layout.possible]
+        cuts += between[-1:]
+    cuts = _tidy(layout, cuts)
+    if not cuts:
+        raise CannotSplit(_why_whole(layout))
+    return cuts
+
+
+def named_cuts(layout: Layout, names: Sequence[str]) -> list[int]:
+    """Cut after each named module or operation, or say why not."""
+    ends = {node.name: i + 1 for i, node in enumerate(layout.trace.steps)}
+    ends |= {call.path: call.stop for call in layout.trace.calls}
+    cuts = {}
+    for name in names:
+        if name not in ends:
+            near = difflib.get_close_matches(name, ends, n=3, cutoff=0.3)
+            raise CannotSplit(
+                f"cuts: no module or operation {name!r} is called"
+                + (f"; the nearest names are {', '.join(near)}" if near else "")
+            )
+        if ends[name] not in layout.possible:
+            raise CannotSplit(f"cannot cut after {name!r}: {_why_not(layout, ends[name])}")
+        cuts[ends[name]] = name
+    places = sorted(cuts)
+    for name, (first, last) in _shared_weights(layout.trace).items():
+        for place in places:
+            if first < place <= last:
+                raise CannotSplit(
+                    f"cannot cut after {cuts[place]!r}: the parameter {name!r} is used on both "
+                    "sides, and one could be frozen while the other trains"
+                )
+    for start, stop in pairwise([0, *places, len(layout.weighty)]):
+        if not layout.has_weights(start, stop):
+            where = f"after {cuts[start]!r}" if start else f"before the cut after {cuts[stop]!r}"
+            raise CannotSplit(f"cuts: the block {where} has no parameters, so it cannot be trained")
+    if not places:
+        raise CannotSplit("cuts is empty; expected the names of modules after which to cut")
+    return places
+
+
+def _main_values(trace: Trace, example: Sequence[Any], model: nn.Module) -> dict[fx.Node, bool]:
+    """The values a gradient flows through, and whether each is a single tensor."""
+    kinds = _Kinds(trace, example, model)
+    kinds.run(*example)
+    main: dict[fx.Node, bool] = {}
+    for node in trace.graph.nodes:
+        if node.op in ("get_attr", "output") or not kinds.floats[node]:
+            continue
+        inputs = node.all_input_nodes
+        if (
+            node.op == "placeholder"
+            or trace.parameters(node)
+            or any(value in main or trace.parameters(value) for value in inputs)
+        ):
+            main[node] = kinds.single[node]
+    return main
+
+
+class _Kinds(fx.Interpreter):
+    """Runs the graph on the example and notes what kind of value each node has."""
+
+    def __init__(self, trace: Trace, example: Sequence[Any], model: nn.Module) -> None:
+        super().__init__(fx.GraphModule(trace.attributes, trace.graph))
+        self.trace, self.example, self.model = trace, example, model
+        self.floats: dict[fx.Node, bool] = {}
+        self.single: dict[fx.Node, bool] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            owner = (self.trace.owners.get(n.name) or ("",))[-1]
+            module = str(n.target) if n.op == "call_module" else owner
+            shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in self.example)
+            message = str(error).split("\n\nWhile executing")[0]
+            raise InvalidExample(
+                f"{type(self.model).__name__} does not run on the example of shape {shapes}: "
+                f"it fails in {module or 'its forward'!r} with: {message}"
+            ) from error
+        tensors = _tensors(value)
+        self.floats[n] = any(t.is_floating_point() or t.is_complex() for t in tensors)
+        self.single[n] = isinstance(value, Tensor)
+        return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _unit_cuts(layout: Layout) -> list[int]:
+    """Both ends of each unit: an instance of a repeated module that is not a mere container."""
+    calls = [
+        call
+        for call in layout.trace.calls
+        if not is_container(call.module) and layout.has_weights(call.start, call.stop)
+    ]
+    instances = Counter(type(module) for module in {call.module for call in calls})
+    calls = [call for call in calls if instances[type(call.module)] > 1]
+    stages = _stages(layout, calls)
+    cuts: set[int] = set()
+    done = 0
+    for call in calls:  # in the order in which they began, so outer ones come first
+        if call.start >= done and type(call.module) not in stages:
+            cuts |= {call.start, call.stop}
+            done = call.stop
+    return sorted(cuts & layout.possible)
+
+
+def _stages(layout: Layout, calls: Sequence[Call]) -> set[type[nn.Module]]:
+    """The classes that merely run repeated modules one after the other, in all their instances.
+
+    An instance around a single repeated module may belong to such a class, but does not show it.
+    """
+    shown: set[type[nn.Module]] = set()
+    refuted: set[type[nn.Module]] = set()
+    around: dict[type[nn.Module], set[type[nn.Module]]] = {}
+    for index, call in enumerate(calls):
+        kind, inner = type(call.module), _inner_calls(calls, index)
+        ends = {place for c in inner for place in (c.start, c.stop)}
+        inside = {place for place in ends if call.start < place < call.stop}
+        if not inner or not inside <= layout.possible:
+            refuted.add(kind)
+        elif any(
+            layout.has_weights(call.start, place) and layout.has_weights(place, call.stop)
+            for place in inside
+        ):
+            shown.add(kind)
+        else:
+            around.setdefault(kind, set()).update(type(c.module) for c in inner)
+    while more := {kind for kind, inner in around.items() if inner & (shown - refuted)} - shown:
+        shown |= more
+    return shown - refuted
+
+
+def _inner_calls(calls: Sequence[Call], index: int) -> list[Call]:
+    """The outermost of the calls made by the call at ``index``."""
+    inner: list[Call] = []
+    for call in calls[index + 1 :]:
+        if call.start >= calls[index].stop:
+            break
+        if not inner or call.start >= inner[-1].stop:
+            inner.append(call)
+    return inner
+
+
+def _is_layer(layout: Layout, place: int, node: fx.Node) -> bool:
+    if not layout.weighty[place]:
+        return False
+    if node.op == "call_module":
+        return not isinstance(layout.trace.attributes[str(node.target)], NORMS)
+    return node.target not in ELEMENTWISE
+
+
+def _tidy(layout: Layout, cuts: Sequence[int]) -> list[int]:
+    """Keep shared weights in one block, and let pieces without parameters join a neighbour."""
+    for first, last in _shared_weights(layout.trace).values():
+        cuts = [place for place in cuts if not first < place <= last]
+    kept: list[int] = []
+    for place in cuts:
+        if layout.has_weights(kept[-1] if kept else 0, place):
+            kept.append(place)
+    n = len(layout.weighty)
+    while kept and not layout.has_weights(kept[-1], n):
+        kept.pop()
+    return kept
+
+
+def _shared_weights(trace: Trace) -> dict[str, tuple[int, int]]:
+    """First and last step that read a tensor which several steps read, by its name."""
+    uses: dict[Tensor, tuple[str, list[int]]] = {}
+    for node in trace.graph.nodes:
+        held = dict(trace.parameters(node))
+        if node.op == "call_module":
+            module = trace.attributes[str(node.target)]
+            held |= {f"{node.target}.{name}": b for name, b in module.named_buffers()}
+        for name, tensor in held.items():
+            uses.setdefault(tensor, (name, []))[1].append(trace.places[node])
+    return {name: (min(at), max(at)) for name, at in uses.values() if min(at) < max(at)}
+
+
+def _why_not(layout: Layout, place: int) -> str:
+    if place >= len(layout.weighty):
+        return "nothing comes after it"
+    names = [node.name for node in layout.alive[place]]
+    if not names:
+        return "no tensor that a gradient flows through is alive there"
+    if len(names) == 1:
+        return f"what is alive there, {names[0]!r}, is not the output of a layer"
+    return (
+        f"{len(names)} tensors are alive there, {', '.join(names)}; "
+        "a cut is possible where only one is"
+    )
+
+
+def _why_whole(layout: Layout) -> str:
+    shared = _shared_weights(layout.trace)
+    opaque = "".join(f" {path!r} stays whole: {why}." for path, why in layout.trace.opaque.items())
+    if shared and layout.possible:
+        names = ", ".join(repr(name) for name in shared)
+        return (
+            f"the model cannot be cut into two blocks: it uses the parameter {names} in several "
+            "places, and what lies between must stay in one block, or one place could be frozen "
+            f"while another trains.{opaque} {BY_HAND}"
+        )
+    return (
+        "the model cannot be cut into two blocks with parameters: nowhere between two of its "
+        f"layers is exactly one tensor alive.{opaque} {BY_HAND}"
+    )

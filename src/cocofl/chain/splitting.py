@@ -1,0 +1,152 @@
+"""``split``: from an ordinary model to a chain of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from cocofl.chain.blocks import BlockChain, GraphBlock, Wiring, example_inputs, nested
+from cocofl.chain.cuts import Layout, default_cuts, fine_cuts, lay_out, named_cuts
+from cocofl.chain.trace import Trace, trace
+
+
+def split(
+    model: nn.Module,
+    example: Tensor | tuple[Any, ...],
+    *,
+    fine: bool = False,
+    cuts: Sequence[str] | None = None,
+) -> BlockChain:
+    """Cut a model into blocks that can be trained or frozen one by one.
+
+    The chain computes what the model computes, bit for bit, and shares its parameters, buffers and
+    layers; ``chain.train()`` and ``chain.eval()`` switch the mode. By default a block is one of
+    the model's own repeated modules (a residual block, a Transformer layer); a model without any
+    is cut into its layers, as is every model with ``fine``. ``cuts`` names the modules (as in
+    ``model.named_modules()``) or fx nodes after which to cut instead.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> chain = split(model, torch.zeros(1, 4))
+    >>> [chain.block_keys(i) for i in range(len(chain))]
+    [('0.weight', '0.bias'), ('2.weight', '2.bias')]
+    """
+    inputs = example_inputs(example)
+    traced = trace(model, len(inputs))
+    layout = lay_out(traced, inputs, model)
+    if cuts is not None:
+        places = named_cuts(layout, cuts)
+    else:
+        places = fine_cuts(layout) if fine else default_cuts(layout)
+    return _build(model, layout, places, inputs)
+
+
+def _build(
+    model: nn.Module, layout: Layout, cuts: Sequence[int], inputs: tuple[Any, ...]
+) -> BlockChain:
+    traced = layout.trace
+    saved = model.state_dict(keep_vars=True)
+    blocks, wiring = [], []
+    for start, stop in pairwise([0, *cuts, len(traced.steps)]):
+        taken, result = _taken(layout, start, stop), _result(layout, start, stop)
+        graph = _cut_out(traced, start, stop, taken, result)
+        blocks.append(_block(traced, graph, saved))
+        returned = result if isinstance(result, tuple) else (result,)
+        if not all(isinstance(node, fx.Node) for node in returned):
+            returned = (traced.graph.output_node(),)  # a dict or the like, handed out as it is
+        wiring.append(Wiring(_names(taken), _names(returned)))
+
+    keys, rest = _state_keys(blocks, saved)
+    chain = BlockChain(
+        [("", block) for block in blocks],
+        wiring=wiring,
+        example=inputs,
+        rest=nested(rest),
+        keys=keys,
+    )
+    own = set(model.modules())
+    for module in chain.modules():
+        if module not in own:
+            module.training = model.training
+    return chain
+
+
+def _names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def _taken(layout: Layout, start: int, stop: int) -> tuple[fx.Node, ...]:
+    """The values that the block of steps ``start:stop`` takes, its main tensor first."""
+    places = layout.trace.places
+    n = len(layout.trace.steps)
+    taken = []
+    for node in layout.trace.graph.nodes:
+        used = any(start <= places[user] < stop or places[user] == stop == n for user in node.users)
+        if (start == 0 and node.op == "placeholder") or (places[node] < start and used):
+            taken.append(node)
+    if start > 0:
+        (main,) = layout.alive[start]
+        taken.sort(key=lambda node: node is not main)
+    return tuple(taken)
+
+
+def _result(layout: Layout, start: int, stop: int) -> Any:
+    """What the block of steps ``start:stop`` returns: one node, a tuple, or what the model does."""
+    trace = layout.trace
+    if stop == len(trace.steps):
+        result = trace.graph.output_node().args[0]
+        return tuple(result) if type(result) is tuple and len(result) > 1 else result
+    (main,) = layout.alive[stop]
+    others = [
+        node
+        for node in trace.graph.nodes
+        if start <= trace.places[node] < stop
+        and node is not main
+        and any(trace.places[user] >= stop for user in node.users)
+    ]
+    return (main, *others) if others else main
+
+
+def _cut_out(
+    traced: Trace, start: int, stop: int, taken: Sequence[fx.Node], result: Any
+) -> fx.Graph:
+    graph = fx.Graph()
+    copies = {node: graph.create_node("placeholder", node.name, name=node.name) for node in taken}
+    n = len(traced.steps)
+    for node in traced.graph.nodes:
+        place = traced.places[node]
+        if node.op in ("placeholder", "output"):
+            continue
+        if start <= place < stop or place == stop == n:
+            copies[node] = graph.node_copy(node, lambda value: copies[value])
+    graph.output(fx.node.map_arg(result, lambda value: copies[value]))
+    return graph
+
+
+def _block(traced: Trace, graph: fx.Graph, saved: Mapping[str, Any]) -> GraphBlock:
+    targets = [str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")]
+    values = {target: traced.attributes[target] for target in targets}
+    unsaved = [key for key, v in values.items() if isinstance(v, Tensor) and key not in saved]
+    return GraphBlock(values, graph, unsaved)
+
+
+def _state_keys(
+    blocks: Sequence[nn.Module], saved: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """For each key of the model the one that its tensor has in the chain; and what no block has."""
+    in_blocks = {
+        key: tensor for block in blocks for key, tensor in block.state_dict(keep_vars=True).items()
+    }
+    key_of = {id(tensor): key for key, tensor in in_blocks.items()}
+    keys, rest = {}, {}
+    for key, value in saved.items():
+        if key in in_blocks:
+            keys[key] = key
+        elif isinstance(value, Tensor):
+            keys[key] = key_of.setdefault(id(value), key)
+            if keys[key] == key:
+                rest[key] = value
+    return keys, rest

@@ -1,0 +1,450 @@
+"""One torch.fx graph of a whole model that is right in train and in eval mode.
+
+A plain trace has two flaws for our purpose. It bakes in ``training``, so a functional dropout
+traced in eval mode never drops anything again; and it gives up on the whole model for the sake of
+one module with data-dependent control flow. Here the model is traced in both modes and constants
+that differ are read from the block's ``training`` flag; and a submodule that cannot be traced
+stays whole, as one operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import Argument, Target
+
+from cocofl.errors import CannotSplit, InvalidExample
+
+BY_HAND = (
+    "Blocks can also be given by hand, each taking the output of the one before: "
+    "cocofl.BlockChain([stem, block1, ..., head])."
+)
+# These read a size or device of the model's input without asking torch.fx, which then gives up.
+FACTORIES = [
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+]
+CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
+
+
+class Call(NamedTuple):
+    """One call of a module: it made the steps ``start:stop``."""
+
+    path: str
+    module: nn.Module
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A model as a list of steps (operations) in the order in which they run.
+
+    Constants, parameters and flags are no steps: such a node stands right before the only step
+    that reads it, so that no cut can come between them.
+    """
+
+    graph: fx.Graph
+    steps: tuple[fx.Node, ...]
+    calls: tuple[Call, ...]
+    attributes: dict[str, Any]
+    opaque: dict[str, str]
+    """Why submodules could not be traced, by path."""
+    owners: dict[str, tuple[str, ...]]
+    """By node name the paths of the modules it was made in, outermost first."""
+
+    @functools.cached_property
+    def places(self) -> dict[fx.Node, int]:
+        """For each node the step that it is or belongs to; inputs are -1, the output is last."""
+        places = {step: i for i, step in enumerate(self.steps)}
+        for node in reversed(self.graph.nodes):
+            if node.op == "placeholder":
+                places[node] = -1
+            elif node.op == "output":
+                places[node] = len(self.steps)
+            elif node not in places:
+                (user,) = node.users
+                places[node] = places[user]
+        return places
+
+    def parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
+        """The parameters that a step, or a constant before it, reads directly."""
+        value = (
+            self.attributes[str(node.target)] if node.op in ("call_module", "get_attr") else None
+        )
+        if isinstance(value, nn.Module):
+            return {f"{node.target}.{name}": p for name, p in value.named_parameters()}
+        return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
+
+
+def in_mode(training: bool, when_training: Any, otherwise: Any) -> Any:
+    """A constant that depends on the mode, such as ``0.1 if self.training else 0.0``."""
+    return when_training if training else otherwise
+
+
+def trace(model: nn.Module, n_inputs: int) -> Trace:
+    """Trace the model, which is left as it was; submodules that cannot be traced stay whole."""
+    opaque: dict[str, str] = {}
+    while True:
+        with _left_as_it_was(model):
+            try:
+                result = _trace_modes(model, n_inputs, opaque)
+                break
+            except _Failure as failure:
+                if not failure.path or failure.path in opaque:
+                    raise CannotSplit(
+                        f"cannot trace {type(model).__name__}: {failure}. {BY_HAND}"
+                    ) from failure.__cause__
+                opaque[failure.path] = str(failure)
+    _warn_about(model, opaque)
+    return result
+
+
+def _warn_about(model: nn.Module, opaque: dict[str, str]) -> None:
+    """Say once for each class of modules with parameters that they stay whole, and why."""
+    paths: dict[type[nn.Module], list[str]] = {}
+    for path in opaque:
+        module = model.get_submodule(path)
+        if next(module.parameters(), None) is not None:
+            paths.setdefault(type(module), []).append(path)
+    for kind, where in paths.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        warnings.warn(
+            f"cocofl.split keeps {kind.__name__} ({where[0]!r}{more}) whole, as one operation in "
+            f"float32, because it cannot be traced: {opaque[where[0]]}",
+            stacklevel=4,
+        )
+
+
+class _Failure(Exception):
+    """Tracing failed in the module ``path`` ('' is the model itself)."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{reason} (in {path!r})" if path else reason)
+        self.path = path
+
+
+class _Tracer(fx.Tracer):
+    """Records, beside the graph, which module made which step."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, n_inputs: int, opaque: dict[str, str]) -> None:
+        super().__init__()
+        self.n_inputs = n_inputs
+        self.opaque = opaque
+        self.n_steps = 0
+        self.calls: list[Call] = []
+        self.stack: list[str] = []
+        self.owners: dict[str, tuple[str, ...]] = {}
+        self.failed_in: str | None = None
+
+    def create_args_for_root(
+        self,
+        root_fn: Callable[..., Any],  # noqa: ARG002
+        is_module: bool,  # noqa: ARG002
+        concrete_args: Any = None,  # noqa: ARG002
+    ) -> tuple[Any, list[Any]]:
+        names = _input_names(self.root, self.n_inputs)
+        root = self.root
+
+        # Parameters beyond the example keep their defaults.
+        def forward(*inputs: Any) -> Any:
+            return root.forward(*inputs)
+
+        return forward, [self.create_proxy("placeholder", name, (), {}) for name in names]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        # The shapes of parameters are constants; torch.fx knows no such proxy for buffers.
+        self.param_shapes_constant = isinstance(attr_val, nn.Parameter)
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self.opaque or is_layer(m)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        path = self.path_of_module(m)
+        index, start = len(self.calls), self.n_steps
+        self.calls.append(Call(path, m, start, start))
+        self.stack.append(path)
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed_in = self.failed_in or path
+            raise
+        self.stack.pop()
+        self.calls[index] = Call(path, m, start, self.n_steps)
+        return result
+
+    def create_node(  # noqa: PLR0917
+        self,
+        kind: str,
+        target: Target,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+        name: str | None = None,
+        type_expr: Any | None = None,
+    ) -> fx.Node:
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        self.n_steps += node.op.startswith("call_")
+        self.owners[node.name] = tuple(self.stack)
+        return node
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether it is one of PyTorch's own layers, or made by subclassing one without a forward.
+
+    PyTorch's containers are not layers.
+    """
+    forward = type(module).forward
+    return forward.__module__.startswith(("torch.nn", "torch.ao.nn")) and (
+        forward is not nn.Sequential.forward
+    )
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether it is a plain ``nn.Sequential`` or the like, which says nothing about blocks."""
+    return type(module).__module__.startswith("torch.nn")
+
+
+def _input_names(model: nn.Module, n_inputs: int) -> list[str]:
+    """The names of the first inputs of ``model.forward``."""
+    names: list[str] = []
+    least = 0
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}_{i}" for i in range(n_inputs - len(names))]
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            needed = parameter.default is parameter.empty
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                names.append(parameter.name)
+            least += needed
+    if not least <= n_inputs <= len(names):
+        raise InvalidExample(
+            f"the example has {n_inputs} inputs, but {type(model).__name__}.forward takes "
+            f"({', '.join(names)}), of which {least} are needed"
+        )
+    return names[:n_inputs]
+
+
+def _trace_modes(model: nn.Module, n_inputs: int, opaque: dict[str, str]) -> Trace:
+    """Trace in train mode and in eval mode, and merge the two.
+
+    A second trace in train mode shows what differs for other reasons, such as randomness.
+    """
+    train, train_values = _trace_mode(model, n_inputs, opaque, training=True)
+    again, again_values = _trace_mode(model, n_inputs, opaque, training=True)
+    evaluation, eval_values = _trace_mode(model, n_inputs, opaque, training=False)
+    for other, values, why in (
+        (again, again_values, "not the same operations each time it is called"),
+        (evaluation, eval_values, "other operations in train mode than in eval mode"),
+    ):
+        _Merge(train, other, train_values, values, why).run(keep=other is evaluation)
+
+    graph = train.graph
+    _place_before_users(graph)
+    steps = tuple(n for n in graph.nodes if n.op.startswith("call_") and n.target is not in_mode)
+    train_values["training"] = model.training
+    return Trace(graph, steps, tuple(train.calls), train_values, dict(opaque), train.owners)
+
+
+def _trace_mode(
+    model: nn.Module, n_inputs: int, opaque: dict[str, str], *, training: bool
+) -> tuple[_Tracer, dict[str, Any]]:
+    tracer = _Tracer(n_inputs, opaque)
+    with _left_as_it_was(model):
+        for module in model.modules():
+            module.training = training
+        try:
+            with _recorded_factories():
+                tracer.trace(model)
+        except InvalidExample:
+            raise
+        except Exception as error:
+            raise _Failure(tracer.failed_in or "", _describe(error)) from error
+        values = {
+            str(node.target): _get(model, str(node.target))
+            for node in tracer.graph.nodes
+            if node.op in ("get_attr", "call_module")
+        }
+    for node in tracer.graph.nodes:
+        value = values.get(str(node.target)) if node.op == "get_attr" else None
+        if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+            raise _Failure(
+                _innermost(tracer.owners[node.name]),
+                "a tensor is computed from parameters that torch.fx cannot see; "
+                "parameters must be attributes of their module",
+            )
+    return tracer, values
+
+
+class _Merge:
+    """Compares the nodes of two traces; may put the flag ``training`` where constants differ."""
+
+    def __init__(
+        self,
+        one: _Tracer,
+        other: _Tracer,
+        one_values: dict[str, Any],
+        other_values: dict[str, Any],
+        difference: str,
+    ) -> None:
+        self.one, self.other = one, other
+        self.one_values, self.other_values = one_values, other_values
+        self.difference = difference
+        self.twin: dict[fx.Node, fx.Node] = {}
+
+    def run(self, *, keep: bool) -> None:
+        """With ``keep`` constants may differ, and do so in the graph of ``one`` from now on."""
+        pairs = itertools.zip_longest(list(self.one.graph.nodes), list(self.other.graph.nodes))
+        for a, b in pairs:
+            if a is None or b is None or not self.same_operation(a, b):
+                raise self.failure(a, b)
+            self.twin[b] = a
+            args = self.merged(a, b, a.args, b.args, keep)
+            kwargs = self.merged(a, b, a.kwargs, b.kwargs, keep)
+            if keep:
+                a.args, a.kwargs = args, kwargs
+
+    def same_operation(self, a: fx.Node, b: fx.Node) -> bool:
+        if a.op == b.op == "get_attr":
+            x, y = self.one_values[str(a.target)], self.other_values[str(b.target)]
+            return x is y or (isinstance(x, Tensor) and isinstance(y, Tensor) and _equal(x, y))
+        return a.op == b.op and a.target == b.target
+
+    def merged(self, a: fx.Node, b: fx.Node, x: Any, y: Any, keep: bool) -> Any:
+        if isinstance(y, fx.Node):
+            if self.twin.get(y) is not x:
+                raise self.failure(a, b)
+            return x
+        if type(x) is type(y) and isinstance(x, tuple | list) and len(x) == len(y):
+            items = [self.merged(a, b, i, j, keep) for i, j in zip(x, y, strict=True)]
+            return type(x)(items)
+        if isinstance(x, dict) and isinstance(y, dict) and list(x) == list(y):
+            return {key: self.merged(a, b, x[key], y[key], keep) for key in x}
+        if isinstance(x, slice) and isinstance(y, slice):
+            parts = ((x.start, y.start), (x.stop, y.stop), (x.step, y.step))
+            return slice(*(self.merged(a, b, i, j, keep) for i, j in parts))
+        if type(x) is type(y) and (x == y or repr(x) == repr(y)):
+            return x
+        if keep and isinstance(x, CONSTANTS) and isinstance(y, CONSTANTS):
+            return self.flag(a, x, y)
+        raise self.failure(a, b)
+
+    def flag(self, user: fx.Node, x: Any, y: Any) -> fx.Node:
+        graph = self.one.graph
+        with graph.inserting_before(user):
+            flag = graph.create_node("get_attr", "training")
+            if x is True and y is False:
+                return flag
+            return graph.create_node("call_function", in_mode, (flag, x, y))
+
+    def failure(self, a: fx.Node | None, b: fx.Node | None) -> _Failure:
+        stacks = [
+            tracer.owners[node.name]
+            for tracer, node in ((self.one, a), (self.other, b))
+            if node is not None
+        ]
+        common = [
+            paths[0]
+            for paths in zip(*stacks, strict=False)
+            if all(path == paths[0] for path in paths)
+        ]
+        names = " and ".join(repr(node.name) for node in (a, b) if node is not None)
+        return _Failure(_innermost(tuple(common)), f"it does {self.difference}: see {names}")
+
+
+def _innermost(stack: tuple[str, ...]) -> str:
+    return stack[-1] if stack else ""
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+
+
+def _place_before_users(graph: fx.Graph) -> None:
+    """Give each reader of a constant or parameter its own node, right before it."""
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        for user in list(node.users):
+            with graph.inserting_before(user):
+                copy = graph.create_node("get_attr", node.target, name=node.name)
+            user.replace_input_with(node, copy)
+        graph.erase_node(node)
+
+
+def _get(model: nn.Module, target: str) -> Any:
+    return functools.reduce(getattr, target.split("."), model)
+
+
+def _describe(error: Exception) -> str:
+    """The error and the line of the model's own source that led to it."""
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename.replace("\\", "/") and frame.filename != __file__
+    ]
+    if not own:
+        return message
+    return f"{message}, at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Undo what tracing does to the model: flags, constants, values a forward keeps."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    random_state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        torch.set_rng_state(random_state)
+
+
+@contextmanager
+def _recorded_factories() -> Iterator[None]:
+    with ExitStack() as patches:
+        for name in FACTORIES:
+            patches.enter_context(mock.patch.object(torch, name, _recorded(getattr(torch, name))))
+        yield
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def record(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+
+        def note(value: Any) -> Any:
+            if isinstance(value, fx.Proxy):
+                found.append(value)
+            return value
+
+        fx.node.map_aggregate((args, kwargs), note)
+        if found:
+            return found[0].tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
