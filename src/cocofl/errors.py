@@ -19,3 +19,19 @@ class CannotSplit(CocoflError):
 
 class InvalidExample(CocoflError):
     """Example inputs that the model cannot run on."""
+
+
+class CannotLower(CocoflError):
+    """A block whose operations cannot be told apart for quantization."""
+
+
+class KernelMissing(CocoflError):
+    """A kernel that is unknown, or that this machine cannot run."""
+
+
+class InvalidState(CocoflError):
+    """A state whose tensors do not fit the chain."""
+
+
+class InvalidSetting(CocoflError):
+    """An argument with a value that is not one of those it can take."""

@@ -195,7 +195,7 @@ class _Tracer(fx.Tracer):
         self.calls[index] = Call(path, m, start, self.n_steps)
         return result
 
-    def create_node(  # noqa: PLR0917
+    def create_node(
         self,
         kind: str,
         target: Target,

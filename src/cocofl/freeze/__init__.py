@@ -1,0 +1,18 @@
+"""Freeze, fuse and quantize part of a chain, and train the rest."""
+
+from cocofl.freeze.kernels import KERNELS
+from cocofl.freeze.net import BACKENDS, VARIANTS, FrozenNet, freeze
+from cocofl.freeze.plan import KernelPlan
+from cocofl.freeze.state import State, Update, chain_state
+
+__all__ = [
+    "BACKENDS",
+    "KERNELS",
+    "VARIANTS",
+    "FrozenNet",
+    "KernelPlan",
+    "State",
+    "Update",
+    "chain_state",
+    "freeze",
+]

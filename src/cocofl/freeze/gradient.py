@@ -1,0 +1,165 @@
+"""The input gradient of a linear map, as linear maps again.
+
+For stride 1 the gradient of a convolution is a convolution with the flipped, transposed kernel.
+For stride s each of the s×s phases of the input has its own part of the kernel, so the gradient
+is s×s small convolutions whose results interleave, and no product is wasted on inserted zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from cocofl.freeze.kernels import Geometry, LinearMap, Prepared
+from cocofl.numerics import (
+    MIDDLE,
+    Codes,
+    Grid,
+    QuantizedWeight,
+    as_float,
+    quantize,
+    quantize_weight,
+)
+
+Prepare = Callable[[LinearMap], Prepared]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How the gradient at input positions ``first::stride`` comes from the output's gradient.
+
+    Along one axis: taps of the flipped kernel, how far to pad, and which results to keep.
+    """
+
+    first: int
+    taps: tuple[int, ...]
+    reach: int
+    padding: int
+    skip: int
+    count: int
+
+
+def phases(
+    size: int, result: int, kernel: int, stride: int, padding: int, dilation: int
+) -> list[Phase]:
+    """The phases along one axis of an input of ``size`` and an output of ``result`` positions.
+
+    Input position ``stride * t + first`` was read by output ``t + lag - j`` through tap
+    ``offset + stride * j``, where that tap exists.
+    """
+    found = []
+    for first in range(min(stride, size)):
+        offset = (first + padding) % stride
+        lag = (first + padding) // stride
+        taps = tuple(range(offset, kernel, stride))[::-1]
+        count = -(-(size - first) // stride)
+        reach = dilation * (len(taps) - 1) if taps else 0
+        pad = max(0, reach - lag, count + lag - result)
+        found.append(Phase(first, taps, reach, pad, lag - reach + pad, count))
+    return found
+
+
+class InputGradient:
+    """Computes the gradient of a linear map's input from the gradient of its output."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        geometry: Geometry | None,
+        input_shape: tuple[int, ...],
+        output_shape: tuple[int, ...],
+        prepare: Prepare,
+        bits: int,
+    ) -> None:
+        """``weight`` is the folded float weight; it is quantized anew, per *input* channel."""
+        self.prepared: list[tuple[Prepared, tuple[slice, ...], tuple[slice, ...]]] = []
+        if geometry is None:
+            quantized = quantize_weight(weight.t(), bits)
+            linear = LinearMap(quantized, None, None, False, MIDDLE, output_shape)
+            self._add(linear, prepare, (), ())
+            self.direct = True
+            return
+        quantized = quantize_weight(transposed(weight, geometry.groups), bits)
+        axes = [
+            phases(*numbers)
+            for numbers in zip(
+                input_shape[2:], output_shape[2:], weight.shape[2:],
+                geometry.stride, geometry.padding, geometry.dilation, strict=True,
+            )
+        ]  # fmt: skip
+        for vertical, horizontal in product(*axes):
+            if vertical.taps and horizontal.taps:
+                part = QuantizedWeight(
+                    _taps(quantized.codes, vertical, horizontal), quantized.scale
+                )
+                walk = Geometry(
+                    padding=(vertical.padding, horizontal.padding),
+                    dilation=geometry.dilation,
+                    groups=geometry.groups,
+                )
+                linear = LinearMap(part, None, walk, False, MIDDLE, output_shape)
+                keep = tuple(slice(p.skip, p.skip + p.count) for p in (vertical, horizontal))
+                place = tuple(
+                    slice(p.first, None, s)
+                    for p, s in zip((vertical, horizontal), geometry.stride, strict=True)
+                )
+                self._add(linear, prepare, keep, place)
+        self.direct = set(geometry.stride) == {1} and all(
+            phase.skip == 0 and size + 2 * phase.padding - phase.reach == phase.count
+            for (phase,), size in zip(axes, output_shape[2:], strict=True)
+        )
+        self.input_shape = input_shape
+
+    def _add(
+        self,
+        linear: LinearMap,
+        prepare: Prepare,
+        keep: tuple[slice, ...],
+        place: tuple[slice, ...],
+    ) -> None:
+        self.prepared.append((prepare(linear), keep, place))
+
+    def __call__(
+        self, gradient: Codes, out: Grid | None, addend: Codes | Tensor | None
+    ) -> Codes | Tensor:
+        """The input's gradient plus ``addend``, as codes on ``out`` or as float32."""
+        in_one_step = out is None or addend is None or isinstance(addend, Codes)
+        if self.direct and in_one_step:
+            return self.prepared[0][0](gradient, out, addend)
+        inner = out if addend is None else None
+        total = self._assemble(gradient, inner)
+        if isinstance(total, Codes) or addend is None:
+            return total
+        total += as_float(addend)
+        return total if out is None else quantize(total, out)
+
+    def _assemble(self, gradient: Codes, out: Grid | None) -> Codes | Tensor:
+        if self.direct:
+            return self.prepared[0][0](gradient, out, None)
+        batch = gradient.values.shape[0]
+        whole = torch.full(
+            (batch, *self.input_shape[1:]),
+            0 if out is None else out.zero_point,
+            dtype=torch.float32 if out is None else torch.uint8,
+            device=gradient.values.device,
+        ).contiguous(memory_format=torch.channels_last)
+        for run, keep, place in self.prepared:
+            part = run(gradient, out, None)
+            values = part.values if isinstance(part, Codes) else part
+            whole[:, :, *place] = values[:, :, *keep]
+        return whole if out is None else Codes(whole, out)
+
+
+def transposed(weight: Tensor, groups: int) -> Tensor:
+    """Swap input and output channels within each group."""
+    out, per_group, *kernel = weight.shape
+    grouped = weight.reshape(groups, out // groups, per_group, *kernel)
+    return grouped.transpose(1, 2).reshape(groups * per_group, out // groups, *kernel)
+
+
+def _taps(codes: Tensor, vertical: Phase, horizontal: Phase) -> Tensor:
+    return codes[:, :, list(vertical.taps)][:, :, :, list(horizontal.taps)].contiguous()

@@ -1,0 +1,68 @@
+"""What a kernel is: it computes one linear map on codes, and everything else is built of that.
+
+A convolution, a linear layer, a folded BatchNorm and the input gradient of each are all linear
+maps with int8 weights, so this one small interface is all a new backend has to fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from cocofl.numerics import Codes, Grid, QuantizedWeight
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a two-dimensional convolution walks over its input."""
+
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class LinearMap:
+    """``y = relu?(weight · x + bias + addend?)`` on codes; linear where geometry is None."""
+
+    weight: QuantizedWeight
+    bias: Tensor | None
+    geometry: Geometry | None
+    relu: bool
+    input_zero_point: int
+    input_shape: tuple[int, ...]
+
+    @property
+    def signature(self) -> str:
+        """What decides how fast a kernel is at this map: shapes, but not weights."""
+        out, per_group, *kernel = self.weight.codes.shape
+        size = "x".join(map(str, self.input_shape))
+        if self.geometry is None:
+            return f"linear {per_group}>{out} on {size}"
+        g = self.geometry
+        walk = f"k{'x'.join(map(str, kernel))} s{g.stride[0]}x{g.stride[1]} g{g.groups}"
+        pads = f"p{g.padding[0]}x{g.padding[1]} d{g.dilation[0]}x{g.dilation[1]}"
+        return f"conv {per_group * g.groups}>{out} {walk} {pads} z{self.input_zero_point} on {size}"
+
+
+class Prepared(Protocol):
+    """A linear map ready to run."""
+
+    def __call__(self, x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
+        """Codes on ``out``, or float32 where ``out`` is None; ``addend`` is left untouched."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run linear maps on this machine."""
+
+    name: str
+    prepare: Callable[[LinearMap], Prepared]
+    missing: Callable[[], str | None]
+    """Why this machine cannot run it, or None."""
+    integer: bool
+    """Whether products are really computed in int8."""

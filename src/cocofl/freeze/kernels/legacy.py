@@ -1,0 +1,84 @@
+"""int8 through ``torch.ops.quantized``: fbgemm on x86, qnnpack on ARM.
+
+PyTorch has announced the removal of the quantized dtypes this needs. It is kept for ARM, where
+the oneDNN operators do not exist, and is one file so that it can be deleted.
+
+These operators cannot add before they round, so a sum is rounded twice here (by half a code
+each time), and they cannot return float32, so such maps run as the reference does.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cocofl.freeze.kernels.base import Kernel, LinearMap, Prepared
+from cocofl.freeze.kernels.floating import REFERENCE
+from cocofl.numerics import MIDDLE, Codes, Grid, as_float, quantize
+
+
+@cache
+def _silence_deprecation() -> None:
+    # PyTorch warns once, when the first quantized tensor is made: let it be here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
+
+
+def _prepare(linear_map: LinearMap, engine: str) -> Prepared:
+    _silence_deprecation()
+    ops, geometry, relu = torch.ops.quantized, linear_map.geometry, linear_map.relu
+    weight = torch._make_per_channel_quantized_tensor(
+        linear_map.weight.codes.contiguous(),
+        linear_map.weight.scale.double(),
+        torch.zeros(linear_map.weight.scale.shape, dtype=torch.int64),
+        0,
+    )
+    previous = torch.backends.quantized.engine
+    torch.backends.quantized.engine = engine
+    try:
+        if geometry is None:
+            packed = ops.linear_prepack(weight, linear_map.bias)
+            plain, rectified = ops.linear.default, ops.linear_relu.default
+        else:
+            walk = [list(geometry.stride), list(geometry.padding), list(geometry.dilation)]
+            packed = ops.conv2d_prepack(weight, linear_map.bias, *walk, geometry.groups)
+            plain, rectified = ops.conv2d.new, ops.conv2d_relu.new
+    finally:
+        torch.backends.quantized.engine = previous
+    in_float = REFERENCE.prepare(linear_map)
+
+    def run(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
+        if out is None:
+            return in_float(x, out, addend)
+        boxed = torch._make_per_tensor_quantized_tensor(x.values, x.grid.scale, x.grid.zero_point)
+        if addend is None:
+            y = (rectified if relu else plain)(boxed, packed, out.scale, out.zero_point)
+            return Codes(y.int_repr(), out)
+        wide = Grid(out.scale, MIDDLE)
+        total = Codes(
+            plain(boxed, packed, wide.scale, wide.zero_point).int_repr(), wide
+        ).dequantize()
+        total += as_float(addend)
+        return quantize(total.relu_() if relu else total, out)
+
+    return run
+
+
+def _missing(engine: str) -> str | None:
+    if engine in torch.backends.quantized.supported_engines:
+        return None
+    return f"this build of PyTorch has no {engine}"
+
+
+FBGEMM = Kernel(
+    "legacy-fbgemm", lambda m: _prepare(m, "fbgemm"), lambda: _missing("fbgemm"), integer=True
+)
+QNNPACK = Kernel(
+    "legacy-qnnpack", lambda m: _prepare(m, "qnnpack"), lambda: _missing("qnnpack"), integer=True
+)
+NATIVE = FBGEMM if platform.machine().lower() in {"x86_64", "amd64"} else QNNPACK

@@ -1,0 +1,93 @@
+"""int8 on x86 through the operators behind PyTorch's own int8 inference.
+
+Plain uint8 and int8 tensors go in and out; oneDNN multiplies in int8, accumulates in int32,
+and applies bias, addend and ReLU before it rounds to the output codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import torch
+from torch import Tensor
+
+from cocofl.freeze.kernels.base import Geometry, Kernel, LinearMap, Prepared
+from cocofl.numerics import Codes, Grid, as_float, quantize
+
+_FLOAT_GRID = Grid(1.0, 0)  # what oneDNN wants to hear when its output is float32
+
+
+def _prepare(linear_map: LinearMap) -> Prepared:
+    if linear_map.geometry is None:
+        return _prepare_linear(linear_map)
+    return _prepare_convolution(linear_map, linear_map.geometry)
+
+
+def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:
+    walk = [list(geometry.stride), list(geometry.padding), list(geometry.dilation)]
+    groups, bias, scale = geometry.groups, linear_map.bias, linear_map.weight.scale
+    zero_point = linear_map.input_zero_point
+    packed = torch.ops.onednn.qconv_prepack(
+        linear_map.weight.codes, scale, 1.0, zero_point, *walk, groups, list(linear_map.input_shape)
+    )
+    no_offsets = torch.zeros(scale.shape, dtype=torch.int64)
+    relu = "relu" if linear_map.relu else None
+    plain, binary = (
+        torch.ops.onednn.qconv2d_pointwise.default,
+        torch.ops.onednn.qconv2d_pointwise.binary,
+    )
+
+    def run(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
+        grid, dtype = (_FLOAT_GRID, torch.float32) if out is None else (out, torch.uint8)
+        head = (x.values, x.grid.scale, zero_point, packed, scale, no_offsets)
+        tail = (bias, *walk, groups, grid.scale, grid.zero_point, dtype)
+        if addend is None:
+            y = plain(*head, *tail, relu or "none", [], "")
+        else:
+            # The operator overwrites its addend, which others may still need.
+            if out is None:
+                added, step, offset = as_float(addend).clone(), 1.0, 0
+            else:
+                assert isinstance(addend, Codes), "oneDNN adds float32 only to a float32 output"
+                added, step, offset = addend.values.clone(), *astuple(addend.grid)
+            y = binary(*head, added, *tail, step, offset, "sum", 1.0, relu, [], "")
+        return y if out is None else Codes(y, out)
+
+    return run
+
+
+def _prepare_linear(linear_map: LinearMap) -> Prepared:
+    scale, bias, zero_point = linear_map.weight.scale, linear_map.bias, linear_map.input_zero_point
+    packed = torch.ops.onednn.qlinear_prepack(linear_map.weight.codes, list(linear_map.input_shape))
+    no_offsets = torch.zeros(scale.shape, dtype=torch.int64)
+    relu = linear_map.relu
+    operator = torch.ops.onednn.qlinear_pointwise.default
+
+    def multiply(x: Codes, grid: Grid, dtype: torch.dtype, after: str) -> Tensor:
+        # The operator reads its input as if it were contiguous, whatever the strides say.
+        head = (x.values.contiguous(), x.grid.scale, zero_point, packed, scale, no_offsets, bias)
+        result: Tensor = operator(*head, grid.scale, grid.zero_point, dtype, after, [], "")
+        return result
+
+    def run(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
+        if addend is None:
+            after = "relu" if relu else "none"
+            if out is None:
+                return multiply(x, _FLOAT_GRID, torch.float32, after)
+            return Codes(multiply(x, out, torch.uint8, after), out)
+        y = multiply(x, _FLOAT_GRID, torch.float32, "none").add_(as_float(addend))
+        y = y.relu_() if relu else y
+        return y if out is None else quantize(y, out)
+
+    return run
+
+
+def _missing() -> str | None:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "this build of PyTorch has no oneDNN"
+    if not hasattr(torch.ops.onednn, "qconv2d_pointwise"):
+        return "this build of PyTorch has no int8 oneDNN operators (they exist on x86 only)"
+    return None
+
+
+ONEDNN = Kernel("onednn", _prepare, _missing, integer=True)

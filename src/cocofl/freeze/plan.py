@@ -1,0 +1,106 @@
+"""Which kernel runs which linear map: measured once, then written down and obeyed.
+
+A plan makes a second run use the same kernels as the first, which bit-equal resuming needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from cocofl.errors import InvalidSetting, KernelMissing
+from cocofl.freeze.kernels import KERNELS, Kernel, LinearMap, Prepared, available, kernel
+from cocofl.numerics import Codes, Grid
+
+_REPEATS = 5
+_FORMAT = "cocofl kernel plan 1"
+
+
+class KernelPlan:
+    """A choice of kernel per linear map, filled by measurement as new maps appear.
+
+    A ``fixed`` plan measures nothing: a map it does not know is an error.
+    """
+
+    def __init__(self, choices: Mapping[str, str] | None = None, *, fixed: bool = False) -> None:
+        for signature, name in (choices or {}).items():
+            if name not in KERNELS:
+                raise KernelMissing(
+                    f"the kernel plan asks for {name!r} at {signature!r}; "
+                    f"known are {', '.join(KERNELS)}"
+                )
+        self._choices, self._fixed = dict(choices or {}), fixed
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Kernel names by signature."""
+        return dict(self._choices)
+
+    def choose(self, linear_map: LinearMap) -> Kernel:
+        """The kernel for this map; the fastest one here, if it is new."""
+        signature = f"{linear_map.signature} | {torch.get_num_threads()} threads"
+        if signature not in self._choices:
+            if self._fixed:
+                raise KernelMissing(f"the kernel plan says nothing about {signature!r}")
+            self._choices[signature] = fastest(linear_map)
+        return kernel(self._choices[signature])
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        text = json.dumps({"format": _FORMAT, "choices": self._choices}, indent=1, sort_keys=True)
+        folder = Path(path).absolute().parent
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(text + "\n")
+        os.replace(file.name, path)
+
+    @classmethod
+    def load(cls, path: str | Path, *, fixed: bool = True) -> KernelPlan:
+        """Read a saved plan; by default it is then obeyed and never extended."""
+        try:
+            content = json.loads(Path(path).read_text())
+            choices = content["choices"]
+            readable = content["format"] == _FORMAT and all(
+                isinstance(part, str) for pair in choices.items() for part in pair
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidSetting(f"{path} is not a kernel plan: {error}") from error
+        if not readable:
+            raise InvalidSetting(f"{path} is not a kernel plan of format {_FORMAT!r}")
+        return cls(choices, fixed=fixed)
+
+
+def fastest(linear_map: LinearMap) -> str:
+    """The name of the kernel with the shortest median time on this map, here and now."""
+    device = linear_map.weight.codes.device
+    shape, zero = linear_map.input_shape, linear_map.input_zero_point
+    values = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    if len(shape) == 4:
+        values = values.contiguous(memory_format=torch.channels_last)
+    x, out = Codes(values, Grid(0.02, zero)), Grid(0.02, 0)
+    ready = [(k.name, k.prepare(linear_map)) for k in available(device)]
+    times: dict[str, list[float]] = {name: [] for name, _ in ready}
+    for _ in range(_REPEATS + 1):
+        for name, run in ready:
+            times[name].append(_seconds(run, x, out))
+    # The first round warms up: packing, code generation, page faults.
+    return min(times, key=lambda name: statistics.median(times[name][1:]))
+
+
+def _seconds(run: Prepared, x: Codes, out: Grid) -> float:
+    _synchronize(x.values.device)
+    begin = time.perf_counter()
+    run(x, out, None)
+    _synchronize(x.values.device)
+    return time.perf_counter() - begin
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,320 @@
+"""A run of frozen blocks in int8: compiled once, then forward, and backward where asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from cocofl.freeze.fusion import affine, fold
+from cocofl.freeze.gradient import InputGradient
+from cocofl.freeze.grids import Grids
+from cocofl.freeze.kernels import Geometry, Kernel, LinearMap, Prepared
+from cocofl.freeze.lowering import ActOp, CatOp, LoweredBlock, MapOp, Operation
+from cocofl.freeze.steps import (
+    ActStep,
+    CatStep,
+    Environment,
+    MapStep,
+    MapTargets,
+    NodeStep,
+    Sink,
+    Step,
+    ToCodes,
+    floats_of,
+)
+from cocofl.numerics import MIDDLE, as_float, quantize_weight
+
+ChooseKernel = Callable[[LinearMap], Kernel]
+
+
+class Row(NamedTuple):
+    """One line of ``describe()``."""
+
+    block: int
+    role: str
+    operation: str
+    kernel: str
+
+
+class IntegerRegion:
+    """Consecutive frozen blocks, holding their weights as int8 only."""
+
+    def __init__(
+        self,
+        blocks: Sequence[tuple[int, LoweredBlock, fx.GraphModule]],
+        *,
+        inputs: tuple[str, ...],
+        outputs: Any,
+        scales: Mapping[str, float],
+        non_negative: frozenset[str],
+        headroom: float,
+        weight_bits: int,
+        choose: ChooseKernel,
+        passing: bool,
+    ) -> None:
+        self.passing = passing
+        self.inputs, self.outputs = inputs, outputs
+        self.rows: list[Row] = []
+        operations = [op for _, lowered, _ in blocks for op in lowered.operations]
+        shapes = {name: shape for _, low, _ in blocks for name, shape in low.shapes.items()}
+        compiler = _Compiler(
+            operations=operations,
+            shapes=shapes,
+            grids=Grids(operations, non_negative, scales, headroom),
+            weight_bits=weight_bits,
+            choose=choose,
+            passing=passing,
+        )
+        self._steps: list[Step] = []
+        for index, lowered, block in blocks:
+            for op in lowered.operations:
+                steps, kernel = compiler.compile(op, block)
+                self._steps += steps
+                role = "passing" if passing else "frozen"
+                self.rows.append(Row(index, role, describe_operation(op, block), kernel))
+        ends = pytree.tree_leaves(outputs)
+        self._release = _last_uses(self._steps, ends)
+        self._expected = Counter([*ends, *(name for step in self._steps for name in step.inputs)])
+
+    def forward(self, inputs: Sequence[Any]) -> Any:
+        """Run without a trace: nothing is kept, values are dropped after their last use."""
+        env: Environment = dict(zip(self.inputs, inputs, strict=True))
+        for step, finished in zip(self._steps, self._release, strict=True):
+            env[step.name] = step.forward(env)
+            for name in finished:
+                env.pop(name, None)
+        return self._collect(env)
+
+    def record(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Run and keep, per step, the little that backward needs."""
+        env: Environment = dict(zip(self.inputs, inputs, strict=True))
+        tape = []
+        for step, finished in zip(self._steps, self._release, strict=True):
+            env[step.name], kept = step.record(env)
+            tape.append(kept)
+            for name in finished:
+                env.pop(name, None)
+        return self._collect(env), tape
+
+    def _collect(self, env: Environment) -> Any:
+        return pytree.tree_map(lambda name: floats_of(env[name]), self.outputs)
+
+    def backward(self, tape: list[Any], gradients: Mapping[str, Tensor]) -> Tensor | None:
+        """The gradient of the region's first input."""
+        sink = Sink(self._expected)
+        for name, gradient in gradients.items():
+            sink.put(name, gradient)
+        for step in reversed(self._steps):
+            kept = tape.pop()
+            if (arrived := sink.take(step.name)) is not None:
+                step.backward(kept, arrived, sink)
+        found = sink.take(self.inputs[0])
+        return None if found is None else as_float(found)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the blocks return; differentiable in the first input if the region is passing."""
+        if not (self.passing and torch.is_grad_enabled()):
+            with torch.no_grad():
+                return self.forward(inputs)
+        flat = _PassThrough.apply(self, inputs[0], inputs[1:])  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(list(flat), pytree.tree_structure(self.outputs))
+
+
+class _PassThrough(torch.autograd.Function):
+    """Autograd sees a whole passing region as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, region: IntegerRegion, x: Tensor, sides: Sequence[Any]) -> Any:
+        result, tape = region.record([x, *sides])
+        ctx.region, ctx.tape = region, tape
+        return tuple(pytree.tree_leaves(result))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None, None]:
+        region, tape = ctx.region, ctx.tape
+        ctx.tape = None
+        assert tape is not None, "a passing region can go backward only once per forward"
+        names = pytree.tree_leaves(region.outputs)
+        known = {n: g for n, g in zip(names, gradients, strict=True) if g is not None}
+        return None, region.backward(tape, known), None
+
+
+def _last_uses(steps: Sequence[Step], outputs: Iterable[str]) -> list[list[str]]:
+    """Per step, the values that nobody reads after it."""
+    last = {name: i for i, step in enumerate(steps) for name in (*step.inputs, step.name)}
+    finished: list[list[str]] = [[] for _ in steps]
+    for name, i in last.items():
+        if name not in set(outputs):
+            finished[i].append(name)
+    return finished
+
+
+class _Compiler:
+    """Turns operations into steps: decides who speaks codes, quantizes weights, picks kernels."""
+
+    def __init__(
+        self,
+        *,
+        operations: Sequence[Operation],
+        shapes: Mapping[str, tuple[int, ...]],
+        grids: Grids,
+        weight_bits: int,
+        choose: ChooseKernel,
+        passing: bool,
+    ) -> None:
+        self._shapes, self._grids, self._bits = shapes, grids, weight_bits
+        self._choose, self._passing = choose, passing
+        self._wanted = _wanted_as_codes(operations)
+        self._in_codes: set[str] = set()
+        self._gradient_in_codes: set[str] = set()
+        self._converted: dict[str, str] = {}
+
+    def compile(self, op: Operation, block: fx.GraphModule) -> tuple[list[Step], str]:
+        """The steps of one operation, and the name of its kernel."""
+        if isinstance(op, MapOp):
+            return self._map(op, block)
+        if isinstance(op, CatOp):
+            steps, inputs = self._as_codes(op.inputs)
+            self._in_codes.add(op.name)
+            self._gradient_in_codes.add(op.name)
+            grid, unsigned = self._grids.output(op.name), self._grids.unsigned(op.name)
+            return [*steps, CatStep(op.name, inputs, op.dim, grid, unsigned=unsigned)], "codes"
+        moves = isinstance(op, ActOp) or op.layout
+        coded = moves and bool(op.inputs) and op.inputs[0] in self._in_codes
+        if coded:
+            self._in_codes.add(op.name)
+        if isinstance(op, ActOp):
+            if coded:
+                self._gradient_in_codes.add(op.name)
+            return [ActStep(op.name, op.x, op.activation)], "codes" if coded else "float32"
+        return [NodeStep(op, block)], "codes" if coded else "float32"
+
+    def _as_codes(self, values: Iterable[str]) -> tuple[list[Step], tuple[str, ...]]:
+        """Steps that quantize what is float so far, and the names of the coded values."""
+        steps: list[Step] = []
+        names = []
+        for value in values:
+            if value not in self._in_codes and value not in self._converted:
+                coded, unsigned = f"{value} as codes", self._grids.unsigned(value)
+                grid = self._grids.output(value)
+                steps.append(ToCodes(coded, value, grid, unsigned=unsigned))
+                self._converted[value] = coded
+            names.append(self._converted.get(value, value))
+        return steps, tuple(names)
+
+    def _map(self, op: MapOp, block: fx.GraphModule) -> tuple[list[Step], str]:
+        steps, inputs = self._as_codes(op.inputs)
+        weight, bias, geometry = _folded(op, block)
+        unsigned_input = self._grids.unsigned(op.x)
+        linear_map = LinearMap(
+            quantize_weight(weight, self._bits),
+            bias,
+            geometry,
+            op.activation is not None,
+            0 if unsigned_input else MIDDLE,
+            self._shapes[op.x],
+        )
+        kernel = self._choose(linear_map)
+        backward, names = None, [kernel.name]
+        if self._passing:
+            backward, more = self._input_gradient(op, weight, geometry)
+            names += more
+        as_codes = op.name in self._wanted
+        if as_codes:
+            self._in_codes.add(op.name)
+            self._gradient_in_codes.add(op.name)
+        targets = MapTargets(
+            output=self._grids.output(op.name) if as_codes else None,
+            as_codes=as_codes,
+            unsigned=self._grids.unsigned(op.name),
+            gradient=self._grids.gradient(op.name),
+            input_gradient=self._grids.gradient(op.x),
+            input_gradient_as_codes=op.x in self._gradient_in_codes,
+        )
+        run = kernel.prepare(linear_map)
+        step = MapStep(op.name, inputs, op.activation, run, backward, targets)
+        return [*steps, step], " / ".join(dict.fromkeys(names))
+
+    def _input_gradient(
+        self, op: MapOp, weight: Tensor, geometry: Geometry | None
+    ) -> tuple[InputGradient, list[str]]:
+        names: list[str] = []
+
+        def prepare(linear_map: LinearMap) -> Prepared:
+            kernel = self._choose(linear_map)
+            names.append(kernel.name)
+            return kernel.prepare(linear_map)
+
+        shapes = self._shapes[op.x], self._shapes[op.name]
+        return InputGradient(weight, geometry, *shapes, prepare, self._bits), names
+
+
+def _wanted_as_codes(operations: Sequence[Operation]) -> set[str]:
+    """Values that an int8 operation reads, be it through a reshape or a ReLU."""
+    wanted: set[str] = set()
+    for op in reversed(operations):
+        if isinstance(op, MapOp | CatOp):
+            wanted.update(op.inputs)
+        elif op.name in wanted and op.inputs and (isinstance(op, ActOp) or op.layout):
+            wanted.add(op.inputs[0])
+    return wanted
+
+
+def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None, Geometry | None]:
+    """The float weight, bias and geometry of a layer with its BatchNorm folded in."""
+    norm = None if op.norm is None else block.get_submodule(op.norm)
+    assert norm is None or isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    if op.layer is None:
+        assert norm is not None
+        factor, offset = affine(norm)
+        return factor.view(-1, 1, 1, 1), offset, Geometry(groups=len(factor))
+    layer = block.get_submodule(op.layer)
+    assert isinstance(layer, nn.Conv2d | nn.Linear)
+    weight, bias = fold(layer, norm)
+    if isinstance(layer, nn.Linear):
+        return weight, bias, None
+    assert not isinstance(layer.padding, str)
+    geometry = Geometry(
+        (layer.stride[0], layer.stride[1]),
+        (layer.padding[0], layer.padding[1]),
+        (layer.dilation[0], layer.dilation[1]),
+        layer.groups,
+    )
+    return weight, bias, geometry
+
+
+def describe_operation(op: Operation, block: nn.Module) -> str:
+    """What an operation does, for a person to read."""
+    if isinstance(op, MapOp):
+        layer = "affine" if op.layer is None else _layer_name(block.get_submodule(op.layer))
+        norm = " + norm" if op.layer and op.norm else ""
+        add = " + add" if op.addend else ""
+        return layer + norm + add + _activation_name(op)
+    if isinstance(op, ActOp):
+        return _activation_name(op).removeprefix(" + ")
+    if isinstance(op, CatOp):
+        return "concatenate"
+    node = op.nodes[-1]
+    if node.op == "call_module":
+        return type(block.get_submodule(str(node.target))).__name__
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _layer_name(layer: nn.Module) -> str:
+    if isinstance(layer, nn.Conv2d):
+        size = "×".join(map(str, layer.kernel_size))
+        kind = "depthwise" if layer.groups == layer.in_channels > 1 else "conv"
+        return f"{kind} {size} {layer.in_channels}→{layer.out_channels}"
+    assert isinstance(layer, nn.Linear)
+    return f"linear {layer.in_features}→{layer.out_features}"
+
+
+def _activation_name(op: MapOp | ActOp) -> str:
+    if op.activation is None:
+        return ""
+    return " + relu" if op.activation.upper is None else f" + relu{op.activation.upper:g}"

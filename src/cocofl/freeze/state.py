@@ -1,0 +1,105 @@
+"""States and updates: what the server sends, what a device sends back.
+
+A state is a flat dict of tensors: the model's own state-dict keys, and ``scales.…`` keys beside
+them. An update is the same for the trained blocks only. ``num_batches_tracked`` is in neither:
+it counts one device's batches, so an average of it means nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cocofl.chain import BlockChain
+from cocofl.errors import InvalidState
+from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
+from cocofl.freeze.lowering import LoweredBlock
+from cocofl.span import Span
+
+State = dict[str, Tensor]
+
+_COUNTER = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a device uploads: parameters, norm statistics and scales of the blocks it trained."""
+
+    span: Span
+    tensors: State
+
+    @property
+    def nbytes(self) -> int:
+        """The upload volume."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def block_state(block: nn.Module) -> State:
+    """The tensors of a block that are merged: parameters and norm statistics."""
+    return {key: tensor for key, tensor in block.state_dict().items() if not key.endswith(_COUNTER)}
+
+
+def chain_state(chain: BlockChain) -> State:
+    """The chain's own weights as a state; no scale has been measured yet."""
+    return {key: t.clone() for block in chain.blocks for key, t in block_state(block).items()}
+
+
+def scales_of(state: Mapping[str, Tensor]) -> dict[str, float]:
+    """The scales in a state, by key."""
+    return {key: float(t) for key, t in state.items() if key.startswith("scales.")}
+
+
+def check_state(
+    chain: BlockChain, state: Mapping[str, Tensor], lowered: Iterable[LoweredBlock] | None
+) -> None:
+    """Refuse a state that does not fit the chain, naming what is wrong and what is expected."""
+    expected = {key: t for block in chain.blocks for key, t in block_state(block).items()}
+    for key, wanted in expected.items():
+        if key not in state:
+            raise InvalidState(
+                f"the state lacks {key!r}; expected a tensor of shape {list(wanted.shape)}"
+            )
+        _check_tensor(key, state[key], wanted)
+    own = set(chain.state_dict())
+    scales = _scale_keys(lowered) if lowered is not None else None
+    for key in state.keys() - expected.keys():
+        if key.startswith("scales.") and (scales is None or key in scales):
+            _check_scale(key, state[key])
+        elif key not in own:
+            known = sorted(expected.keys() | (scales or set()))
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; the nearest known key is {near[0]!r}" if near else ""
+            raise InvalidState(f"the state has {key!r}, which this chain does not know{hint}")
+
+
+def _scale_keys(lowered: Iterable[LoweredBlock]) -> set[str]:
+    return {
+        scale_key(site, direction)
+        for block in lowered
+        for site in block.sites
+        for direction in (OUTPUT, GRADIENT)
+    }
+
+
+def _check_tensor(key: str, tensor: Tensor, wanted: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidState(f"{key!r} is a {type(tensor).__name__}; expected a tensor")
+    if tensor.shape != wanted.shape:
+        raise InvalidState(
+            f"{key!r} has shape {list(tensor.shape)}; the chain expects {list(wanted.shape)}"
+        )
+    if tensor.dtype != wanted.dtype:
+        raise InvalidState(f"{key!r} is {tensor.dtype}; the chain expects {wanted.dtype}")
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise InvalidState(f"{key!r} holds NaN or infinite values; expected finite numbers")
+
+
+def _check_scale(key: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.numel() != 1:
+        raise InvalidState(f"{key!r} must be a tensor of one element")
+    if not (bool(torch.isfinite(tensor).all()) and float(tensor) > 0):
+        raise InvalidState(f"{key!r} is {float(tensor)}; a scale is a positive, finite number")

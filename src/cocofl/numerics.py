@@ -1,0 +1,118 @@
+"""The int8 arithmetic, defined once: what a code means, how a scale is measured and used.
+
+A *scale* is what travels between devices and server: ``max|x| / 127`` of one tensor. A *grid*
+is what an operation computes with: the meaning of its uint8 codes. Between the two stands the
+headroom: a scale that comes from the server is a round old, so its grid is made twice as wide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SIGNED_LEVELS = 127
+"""Codes on either side of zero on a signed grid, as in the paper's 2·max|x|/127."""
+
+MIDDLE = 128
+"""The code of zero on a signed grid."""
+
+LARGEST_CODE = 255
+
+HEADROOM = 2.0
+"""How much wider than its measured range a tensor's grid is when the measurement is a round old."""
+
+_TINY = 1e-20  # a tensor of zeros still needs a grid that divides
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A uint8 code ``q`` on this grid stands for ``scale * (q - zero_point)``."""
+
+    scale: float
+    zero_point: int
+
+
+class Codes(NamedTuple):
+    """A quantized tensor: uint8 codes and what they mean."""
+
+    values: Tensor
+    grid: Grid
+
+    def dequantize(self) -> Tensor:
+        """The float32 tensor these codes stand for."""
+        return dequantize(self.values, self.grid)
+
+
+class QuantizedWeight(NamedTuple):
+    """int8 codes with one scale per output channel (axis 0)."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def dequantize(self) -> Tensor:
+        """The float32 weight these codes stand for."""
+        return self.codes.float() * self.scale.view(-1, *[1] * (self.codes.ndim - 1))
+
+
+def measure_scale(x: Tensor) -> Tensor:
+    """``max|x| / 127`` as a scalar tensor: the finest signed grid that holds all of ``x``."""
+    low, high = torch.aminmax(x.detach())
+    return torch.maximum(-low, high).float() / SIGNED_LEVELS
+
+
+def grid_for(scale: float, *, unsigned: bool = False, headroom: float = 1.0) -> Grid:
+    """The grid that a measured scale asks for.
+
+    A tensor without negative values (after ReLU) spends all 256 codes on its one side.
+
+    >>> grid_for(0.1, headroom=2.0)
+    Grid(scale=0.2, zero_point=128)
+    """
+    step = max(headroom * scale, _TINY)
+    if unsigned:
+        return Grid(step * SIGNED_LEVELS / LARGEST_CODE, 0)
+    return Grid(step, MIDDLE)
+
+
+def quantize(x: Tensor, grid: Grid) -> Codes:
+    """Round to the nearest code, halves to even; what the grid cannot hold saturates."""
+    codes = torch.mul(x, 1.0 / grid.scale).round_()
+    if grid.zero_point:
+        codes += grid.zero_point
+    return Codes(codes.clamp_(0, LARGEST_CODE).to(torch.uint8), grid)
+
+
+def quantize_on_the_fly(x: Tensor, *, unsigned: bool = False) -> Codes:
+    """Quantize with the scale of this very tensor: nothing saturates, no headroom is needed."""
+    return quantize(x, grid_for(measure_scale(x).item(), unsigned=unsigned))
+
+
+def dequantize(values: Tensor, grid: Grid) -> Tensor:
+    """The float32 tensor that uint8 ``values`` on ``grid`` stand for."""
+    x = values.float()
+    if grid.zero_point:
+        x -= grid.zero_point
+    return x.mul_(grid.scale)
+
+
+def as_float(x: Codes | Tensor) -> Tensor:
+    """The float32 tensor behind codes; a float tensor as it is."""
+    return x.dequantize() if isinstance(x, Codes) else x
+
+
+def quantize_weight(weight: Tensor, bits: int = 8) -> QuantizedWeight:
+    """Symmetric int8 codes with one scale per output channel (axis 0).
+
+    Seven bits keep the sum of two products within int16, which x86 without VNNI needs.
+
+    >>> quantize_weight(torch.tensor([[1.0, -0.5], [0.0, 4.0]])).codes.tolist()
+    [[127, -64], [0, 127]]
+    """
+    largest = 2 ** (bits - 1) - 1
+    flat = weight.detach().float().contiguous().flatten(1)
+    scale = flat.abs().amax(1).clamp_(min=_TINY) / largest
+    codes = torch.round(flat / scale[:, None]).clamp_(-largest, largest)
+    return QuantizedWeight(codes.to(torch.int8).view(weight.shape), scale)
