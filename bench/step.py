@@ -1,0 +1,183 @@
+"""Step time and peak tensor memory of partly frozen training, next to full training.
+
+    python bench/step.py mobilenet
+    python bench/step.py resnet18 --spans 9:10 4:5 --variants qff --repeats 21
+
+The other side of every ratio is plain PyTorch: the ordinary model, channels last, float32, same
+batch, same threads, same process. Steps of all configurations are interleaved, so what disturbs
+one disturbs all, and each ratio is the median over rounds of (this step / full step of its round).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cocofl import KernelPlan, Span, chain_state, freeze, split
+from cocofl.freeze import VARIANTS, State
+from cocofl.models import MODELS
+
+SPANS = {
+    "mobilenet": ["19:20", "17:20", "10:11", "10:14", "0:1", "0:4", "0:20"],
+    "resnet18": ["9:10", "4:5", "0:1", "0:10"],
+    "densenet40": ["21:22", "10:11", "0:1", "0:22"],
+}
+
+Step = Callable[[], object]
+Build = Callable[[], nn.Module]
+
+
+def make_step(net: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """One training step: forward, zero-grad, backward, optimizer."""
+    net.train()
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+
+    def step() -> None:
+        loss = F.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
+    """Seconds per step, one step of each in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(repeats + 2):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            if round_ >= 2:  # the first two warm up
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def peak_tensor_bytes(build: Build, x: Tensor, y: Tensor) -> int:
+    """The most bytes of tensors alive at once during two steps, everything counted.
+
+    The allocator's own events are added up, so the number is the same every time.
+    """
+    gc.collect()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        own_x, own_y = x.clone(), y.clone()
+        step = make_step(build(), own_x, own_y)
+        gc.collect()
+        with torch.profiler.record_function("steps"):
+            step()
+            step()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    (begin,) = [event.start_ns() for event in events if event.name() == "steps"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            if event.start_ns() >= begin:
+                peak = max(peak, alive)
+    return peak
+
+
+def trained_a_little(name: str, x: Tensor, y: Tensor) -> tuple[nn.Module, State]:
+    """A model after a few steps, and its state with the scales that training measured."""
+    torch.manual_seed(0)
+    model = MODELS[name](10)
+    chain = split(model, x)
+    net = freeze(chain, Span(0, len(chain)), variant="f")
+    step = make_step(net, x, y)
+    for _ in range(3):
+        step()
+    net.measure_scales()
+    step()
+    state = chain_state(chain) | net.update().tensors
+    weights = {key: value for key, value in state.items() if not key.startswith("scales.")}
+    model.load_state_dict(weights, strict=False)
+    return model, state
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse large blocks instead of handing them back to the kernel after each step."""
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    libc.mallopt(m_mmap_threshold, 1 << 30)
+    libc.mallopt(m_trim_threshold, -1)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("--spans", nargs="+", metavar="A:B")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--mallopt", action="store_true", help="keep freed memory (both sides)")
+    parser.add_argument("--no-memory", action="store_true", help="skip the peak measurement")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    if args.mallopt:
+        keep_freed_memory()
+    x = MODELS[args.model](10).example_input(args.batch)
+    if x.ndim == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (args.batch,), generator=torch.Generator().manual_seed(0))
+    model, state = trained_a_little(args.model, x, y)
+    chain, plan = split(model, x), KernelPlan()
+    n = len(chain)
+    spans = args.spans or SPANS.get(args.model) or [f"{n - 1}:{n}", f"{n // 2}:{n // 2 + 1}", "0:1"]
+
+    def plain() -> nn.Module:
+        fresh = MODELS[args.model](10)
+        fresh.load_state_dict(model.state_dict())
+        return fresh.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def builder(span: str, variant: str) -> Build:
+        return lambda: freeze(
+            chain, Span.parse(span), variant=variant, backend=args.backend, state=state, plan=plan
+        )
+
+    builders = {"full": plain} | {
+        f"{span} {variant}": builder(span, variant) for span in spans for variant in args.variants
+    }
+    steps = {name: make_step(build(), x, y) for name, build in builders.items()}
+    seconds = interleaved(steps, args.repeats)
+    del steps
+    peaks = {} if args.no_memory else {n: peak_tensor_bytes(b, x, y) for n, b in builders.items()}
+
+    full = seconds["full"]
+    print(f"{args.model}, batch {args.batch}, {args.threads} threads, torch {torch.__version__}")
+    peak = f", peak {peaks['full'] / 2**20:.1f} MiB" if peaks else ""
+    print(f"full training, plain PyTorch: {statistics.median(full) * 1e3:.1f} ms{peak}")
+    print(f"{'span':>7} {'variant':>7} {'ms':>8} {'time':>7} {'peak':>7}")
+    rows = []
+    for name in list(builders)[1:]:
+        span, variant = name.split()
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], full, strict=True))
+        memory = peaks[name] / peaks["full"] if peaks else float("nan")
+        ms = statistics.median(seconds[name]) * 1e3
+        rows.append({"span": span, "variant": variant, "ms": ms, "time": ratio, "peak": memory})
+        print(f"{span:>7} {variant:>7} {ms:8.1f} {ratio:7.3f} {memory:7.3f}")
+    if args.json:
+        args.json.write_text(json.dumps({"model": args.model, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
