@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from cocofl.chain.blocks import BlockChain, GraphBlock, Wiring, example_inputs, nested
 from cocofl.chain.cuts import Layout, default_cuts, fine_cuts, lay_out, named_cuts
 from cocofl.chain.trace import Trace, trace
+from cocofl.errors import CannotSplit
 
 
 def split(
@@ -34,6 +35,10 @@ def split(
     >>> [chain.block_keys(i) for i in range(len(chain))]
     [('0.weight', '0.bias'), ('2.weight', '2.bias')]
     """
+    if not isinstance(model, nn.Module):
+        raise CannotSplit(f"the model is a {type(model).__name__}; expected an nn.Module")
+    if fine and cuts is not None:
+        raise CannotSplit("fine cuts everywhere and cuts says where to cut: give one of them")
     inputs = example_inputs(example)
     traced = trace(model, len(inputs))
     layout = lay_out(traced, inputs, model)
