@@ -152,6 +152,7 @@ class _Kinds(fx.Interpreter):
 
     def __init__(self, trace: Trace, example: Sequence[Any], model: nn.Module) -> None:
         super().__init__(model, graph=trace.graph)
+        self.extra_traceback = False  # our own message says where
         self.trace, self.example, self.model = trace, example, model
         self.floats: dict[fx.Node, bool] = {}
         self.single: dict[fx.Node, bool] = {}
@@ -166,10 +167,9 @@ class _Kinds(fx.Interpreter):
             owner = (self.trace.owners.get(n.name) or ("",))[-1]
             module = str(n.target) if n.op == "call_module" else owner
             shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in self.example)
-            message = str(error).split("\n\nWhile executing")[0]
             raise InvalidExample(
                 f"{type(self.model).__name__} does not run on the example of shape {shapes}: "
-                f"it fails in {module or 'its forward'!r} with: {message}"
+                f"it fails in {module or 'its forward'!r} with: {error}"
             ) from error
         tensors = _tensors(value)
         self.floats[n] = any(t.is_floating_point() or t.is_complex() for t in tensors)

@@ -450,7 +450,6 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    random_state = torch.get_rng_state()
     try:
         yield
     finally:
@@ -463,7 +462,6 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
-        torch.set_rng_state(random_state)
 
 
 @contextmanager
