@@ -227,6 +227,16 @@ def test_stage_is_a_mere_container_even_with_a_single_unit() -> None:
     assert len(assert_same(model, IMAGE)) == 1 + 6 + 1
 
 
+def test_pooling_stays_with_the_module_it_is_in() -> None:
+    class Transition(nn.Sequential):
+        pass
+
+    units = [Transition(ConvNorm(), nn.AvgPool2d(2)) for _ in range(2)]
+    model = nn.Sequential(*units, nn.Flatten(), nn.Linear(8, 3))
+    chain = assert_same(model, IMAGE)
+    assert [wiring.outputs for wiring in chain.wiring[:2]] == [("_0_1",), ("_1_1",)]
+
+
 def test_flat_model_is_cut_before_its_layers() -> None:
     model = nn.Sequential(
         *(conv(), nn.BatchNorm2d(8), nn.PReLU(), nn.MaxPool2d(2)),
@@ -267,6 +277,20 @@ def test_cuts_come_after_the_named_modules_and_operations() -> None:
 def test_impossible_cuts_are_explained(cuts: list[str], message: str) -> None:
     with pytest.raises(CannotSplit, match=message):
         split(net(residual), IMAGE, cuts=cuts)
+
+
+def test_cut_needs_a_layer_before_it_and_a_single_tensor() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        size = x.size(0)
+        left, right = m.a(x).chunk(2, dim=1)
+        return m.b(left * right).view(size, -1)
+
+    model = Module(forward, a=conv(), b=conv(4))
+    with pytest.raises(CannotSplit, match="cannot cut after 'size': no layer comes before it"):
+        split(model, IMAGE, cuts=["size"])
+    with pytest.raises(CannotSplit, match="'chunk', is several tensors in one"):
+        split(model, IMAGE, cuts=["chunk"])
+    assert len(assert_same(model, IMAGE, cuts=["mul"])) == 2
 
 
 def test_cut_between_two_uses_of_a_weight_names_it() -> None:
@@ -352,6 +376,22 @@ def test_module_with_data_dependent_control_flow_stays_whole_and_says_so() -> No
     assert [chain.block_keys(i)[0] for i in (1, 2)] == ["1.linear.weight", "2.linear.weight"]
 
 
+def test_only_the_module_that_decides_stays_whole() -> None:
+    class Switch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = FeedForward(), FeedForward()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) if self.training else self.b(x)
+
+    model = nn.Sequential(nn.Linear(6, 8), Switch(), nn.Linear(8, 2))
+    with pytest.warns(UserWarning, match=r"keeps Switch \('1'\) whole") as caught:
+        chain = assert_same(model, VECTOR)
+    assert len(chain) == 3
+    assert len(caught) == 1
+
+
 def test_untraceable_model_says_where_and_how_to_pass_blocks_by_hand() -> None:
     model = Module(lambda m, x: m.a(x) if x.sum() > 0 else m.b(x), a=conv(), b=conv())
     with pytest.raises(CannotSplit) as caught:
@@ -379,8 +419,12 @@ def test_randomness_that_would_be_baked_in_is_an_error() -> None:
     with pytest.raises(CannotSplit, match="not the same operations each time"):
         split(model, VECTOR)
     model.function = lambda m, x: m.b(m.a(x) + torch.rand(6))
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
     with pytest.raises(CannotSplit, match="not the same operations each time"):
         split(model, VECTOR)
+    assert torch.equal(torch.rand(()), expected)
 
 
 def test_parameters_hidden_from_the_trace_are_an_error() -> None:
@@ -541,6 +585,39 @@ def test_weights_used_twice_stay_in_one_block() -> None:
     assert [chain.block_keys(i)[0] for i in range(3)] == ["0.weight", "1.weight", "4.weight"]
 
 
+def test_statistics_used_twice_stay_in_one_block() -> None:
+    norm = nn.BatchNorm1d(6, affine=False)
+    layers = [nn.Linear(6, 6), norm, nn.Linear(6, 6), norm, nn.Linear(6, 6)]
+    assert len(assert_same(nn.Sequential(*layers), VECTOR)) == 2
+
+
+def test_layer_without_effect_is_no_block_of_its_own() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        m.ignored(y)
+        return m.b(y)
+
+    model = Module(forward, a=nn.Linear(6, 6), ignored=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    chain = assert_same(model, VECTOR)
+    assert [wiring.inputs for wiring in chain.wiring] == [("x",), ("a",)]
+    assert len(chain.block_keys(1)) == 4
+
+
+def test_parameters_of_the_model_itself() -> None:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.second(self.first(x))
+            return (x * self.scale if self.scale.dim() == 1 else x), self.scale
+
+    chain = assert_same(Scaled(), VECTOR)
+    assert chain.block_keys(1)[-2:] == ("second.weight", "second.bias")
+    assert "scale" in chain.block_keys(1)
+
+
 class Tied(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -649,12 +726,8 @@ def test_splitting_leaves_the_model_as_it_was() -> None:
     flags = [module.training for module in model.modules()]
     attributes = [set(vars(module)) for module in model.modules()]
     before = copy.deepcopy(model.state_dict())
-    torch.manual_seed(3)
-    expected = torch.rand(())
-    torch.manual_seed(3)
     with pytest.warns(UserWarning, match="Counter"):
         chain = split(model, VECTOR)
-    assert torch.equal(torch.rand(()), expected)
     assert [module.training for module in model.modules()] == flags
     assert [set(vars(module)) for module in model.modules()] == attributes
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -673,6 +746,15 @@ class Counter(nn.Module):
         self.calls += 1
         self.seen += 1
         return x * self.weight
+
+
+def test_example_of_one_image_is_enough_and_is_copied() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)).train()
+    example = torch.ones(1, 6)
+    chain = split(model, example)
+    example.zero_()
+    assert chain.example is not None
+    assert torch.equal(chain.example[0], torch.ones(1, 6))
 
 
 def test_chain_is_in_the_mode_of_the_model() -> None:

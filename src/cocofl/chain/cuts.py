@@ -281,10 +281,12 @@ def _why_not(layout: Layout, place: int) -> str:
     if place >= len(layout.weighty):
         return "nothing comes after it"
     names = [node.name for node in layout.alive[place]]
+    if not any(layout.weighty[:place]):
+        return "no layer comes before it"
     if not names:
         return "no tensor that a gradient flows through is alive there"
     if len(names) == 1:
-        return f"what is alive there, {names[0]!r}, is not the output of a layer"
+        return f"what is alive there, {names[0]!r}, is several tensors in one"
     return (
         f"{len(names)} tensors are alive there, {', '.join(names)}; "
         "a cut is possible where only one is"
