@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from cocofl.chain.trace import BY_HAND, Call, Trace, is_container
+from cocofl.chain.trace import BY_HAND, Call, Trace, is_container, left_as_it_was
 from cocofl.errors import CannotSplit, InvalidExample
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.PReLU)
@@ -45,6 +45,12 @@ class Layout:
     def has_weights(self, start: int, stop: int) -> bool:
         """Whether any of the steps ``start:stop`` reads parameters."""
         return any(self.weighty[start:stop])
+
+    def is_block(self, start: int, stop: int) -> bool:
+        """Whether the steps ``start:stop`` have parameters and make the next main tensor."""
+        return self.has_weights(start, stop) and (
+            start == 0 or stop == len(self.weighty) or self.alive[start] != self.alive[stop]
+        )
 
 
 def lay_out(trace: Trace, example: Sequence[Any], model: nn.Module) -> Layout:
@@ -112,7 +118,7 @@ def named_cuts(layout: Layout, names: Sequence[str]) -> list[int]:
                     "sides, and one could be frozen while the other trains"
                 )
     for start, stop in pairwise([0, *places, len(layout.weighty)]):
-        if not layout.has_weights(start, stop):
+        if not layout.is_block(start, stop):
             where = f"after {cuts[start]!r}" if start else f"before the cut after {cuts[stop]!r}"
             raise CannotSplit(f"cuts: the block {where} has no parameters, so it cannot be trained")
     if not places:
@@ -123,7 +129,10 @@ def named_cuts(layout: Layout, names: Sequence[str]) -> list[int]:
 def _main_values(trace: Trace, example: Sequence[Any], model: nn.Module) -> dict[fx.Node, bool]:
     """The values a gradient flows through, and whether each is a single tensor."""
     kinds = _Kinds(trace, example, model)
-    kinds.run(*example)
+    with left_as_it_was(model), torch.no_grad():
+        for module in model.modules():
+            module.training = False
+        kinds.run(*example)
     main: dict[fx.Node, bool] = {}
     for node in trace.graph.nodes:
         if node.op in ("get_attr", "output") or not kinds.floats[node]:
@@ -142,10 +151,14 @@ class _Kinds(fx.Interpreter):
     """Runs the graph on the example and notes what kind of value each node has."""
 
     def __init__(self, trace: Trace, example: Sequence[Any], model: nn.Module) -> None:
-        super().__init__(fx.GraphModule(trace.attributes, trace.graph))
+        super().__init__(model, graph=trace.graph)
+        self.extra_traceback = False  # our own message says where
         self.trace, self.example, self.model = trace, example, model
         self.floats: dict[fx.Node, bool] = {}
         self.single: dict[fx.Node, bool] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        return False if target == "training" else self.trace.attributes[target]
 
     def run_node(self, n: fx.Node) -> Any:
         try:
@@ -154,10 +167,9 @@ class _Kinds(fx.Interpreter):
             owner = (self.trace.owners.get(n.name) or ("",))[-1]
             module = str(n.target) if n.op == "call_module" else owner
             shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in self.example)
-            message = str(error).split("\n\nWhile executing")[0]
             raise InvalidExample(
                 f"{type(self.model).__name__} does not run on the example of shape {shapes}: "
-                f"it fails in {module or 'its forward'!r} with: {message}"
+                f"it fails in {module or 'its forward'!r} with: {error}"
             ) from error
         tensors = _tensors(value)
         self.floats[n] = any(t.is_floating_point() or t.is_complex() for t in tensors)
@@ -245,10 +257,9 @@ def _tidy(layout: Layout, cuts: Sequence[int]) -> list[int]:
         cuts = [place for place in cuts if not first < place <= last]
     kept: list[int] = []
     for place in cuts:
-        if layout.has_weights(kept[-1] if kept else 0, place):
+        if layout.is_block(kept[-1] if kept else 0, place):
             kept.append(place)
-    n = len(layout.weighty)
-    while kept and not layout.has_weights(kept[-1], n):
+    if kept and not layout.is_block(kept[-1], len(layout.weighty)):
         kept.pop()
     return kept
 
@@ -270,10 +281,12 @@ def _why_not(layout: Layout, place: int) -> str:
     if place >= len(layout.weighty):
         return "nothing comes after it"
     names = [node.name for node in layout.alive[place]]
+    if not any(layout.weighty[:place]):
+        return "no layer comes before it"
     if not names:
         return "no tensor that a gradient flows through is alive there"
     if len(names) == 1:
-        return f"what is alive there, {names[0]!r}, is not the output of a layer"
+        return f"what is alive there, {names[0]!r}, is several tensors in one"
     return (
         f"{len(names)} tensors are alive there, {', '.join(names)}; "
         "a cut is possible where only one is"

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from cocofl.chain.blocks import BlockChain, GraphBlock, Wiring, example_inputs, nested
 from cocofl.chain.cuts import Layout, default_cuts, fine_cuts, lay_out, named_cuts
 from cocofl.chain.trace import Trace, trace
+from cocofl.errors import CannotSplit
 
 
 def split(
@@ -34,9 +36,13 @@ def split(
     >>> [chain.block_keys(i) for i in range(len(chain))]
     [('0.weight', '0.bias'), ('2.weight', '2.bias')]
     """
+    if not isinstance(model, nn.Module):
+        raise CannotSplit(f"the model is a {type(model).__name__}; expected an nn.Module")
+    if fine and cuts is not None:
+        raise CannotSplit("fine cuts everywhere and cuts says where to cut: give one of them")
     inputs = example_inputs(example)
-    traced = trace(model, len(inputs))
-    layout = lay_out(traced, inputs, model)
+    with torch.random.fork_rng(devices=[]):
+        layout = lay_out(trace(model, len(inputs)), inputs, model)
     if cuts is not None:
         places = named_cuts(layout, cuts)
     else:
@@ -54,10 +60,7 @@ def _build(
         taken, result = _taken(layout, start, stop), _result(layout, start, stop)
         graph = _cut_out(traced, start, stop, taken, result)
         blocks.append(_block(traced, graph, saved))
-        returned = result if isinstance(result, tuple) else (result,)
-        if not all(isinstance(node, fx.Node) for node in returned):
-            returned = (traced.graph.output_node(),)  # a dict or the like, handed out as it is
-        wiring.append(Wiring(_names(taken), _names(returned)))
+        wiring.append(Wiring(_names(taken), _names(_returned(traced, result))))
 
     keys, rest = _state_keys(blocks, saved)
     chain = BlockChain(
@@ -97,8 +100,7 @@ def _result(layout: Layout, start: int, stop: int) -> Any:
     """What the block of steps ``start:stop`` returns: one node, a tuple, or what the model does."""
     trace = layout.trace
     if stop == len(trace.steps):
-        result = trace.graph.output_node().args[0]
-        return tuple(result) if type(result) is tuple and len(result) > 1 else result
+        return trace.graph.output_node().args[0]
     (main,) = layout.alive[stop]
     others = [
         node
@@ -108,6 +110,17 @@ def _result(layout: Layout, start: int, stop: int) -> Any:
         and any(trace.places[user] >= stop for user in node.users)
     ]
     return (main, *others) if others else main
+
+
+def _returned(trace: Trace, result: Any) -> tuple[fx.Node, ...]:
+    """The nodes of a result; a dict or the like counts as one value, the model's output."""
+    if isinstance(result, fx.Node):
+        return (result,)
+    if isinstance(result, tuple) and len(result) > 1:
+        nodes = tuple(node for node in result if isinstance(node, fx.Node))
+        if len(nodes) == len(result):
+            return nodes
+    return (trace.graph.output_node(),)
 
 
 def _cut_out(

@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import linecache
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -43,6 +45,9 @@ FACTORIES = [
     "tensor",
     "zeros",
 ]
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -105,17 +110,18 @@ def trace(model: nn.Module, n_inputs: int) -> Trace:
     """Trace the model, which is left as it was; submodules that cannot be traced stay whole."""
     opaque: dict[str, str] = {}
     while True:
-        with _left_as_it_was(model):
+        with left_as_it_was(model):
             try:
                 result = _trace_modes(model, n_inputs, opaque)
                 break
             except _Failure as failure:
-                if not failure.path or failure.path in opaque:
+                path = next((path for path in failure.suspects if path not in opaque), None)
+                if path is None:
                     raise CannotSplit(
                         f"cannot trace {type(model).__name__}: {failure}. {BY_HAND}"
                     ) from failure.__cause__
-                opaque[failure.path] = str(failure)
-    _warn_about(model, opaque)
+                opaque[path] = str(failure)
+    _warn_about(model, result.opaque)
     return result
 
 
@@ -136,11 +142,14 @@ def _warn_about(model: nn.Module, opaque: dict[str, str]) -> None:
 
 
 class _Failure(Exception):
-    """Tracing failed in the module ``path`` ('' is the model itself)."""
+    """Tracing failed; ``suspects`` are the modules which, kept whole, may let it pass.
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"{reason} (in {path!r})" if path else reason)
-        self.path = path
+    They are in the order in which to try, from the inside out; the model itself is none of them.
+    """
+
+    def __init__(self, reason: str, suspects: Sequence[str]) -> None:
+        super().__init__(f"{reason} (in {suspects[0]!r})" if suspects else reason)
+        self.suspects = tuple(suspects)
 
 
 class _Tracer(fx.Tracer):
@@ -156,7 +165,7 @@ class _Tracer(fx.Tracer):
         self.calls: list[Call] = []
         self.stack: list[str] = []
         self.owners: dict[str, tuple[str, ...]] = {}
-        self.failed_in: str | None = None
+        self.failed_in: tuple[str, ...] = ()
 
     def create_args_for_root(
         self,
@@ -173,6 +182,17 @@ class _Tracer(fx.Tracer):
 
         return forward, [self.create_proxy("placeholder", name, (), {}) for name in names]
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        # A check that fails for no good input is left out of the chain.
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+            frame = frame.f_back
+        if frame is not None:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if line.lstrip().startswith("assert "):
+                return True
+        return super().to_bool(obj)
+
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         # The shapes of parameters are constants; torch.fx knows no such proxy for buffers.
         self.param_shapes_constant = isinstance(attr_val, nn.Parameter)
@@ -187,11 +207,15 @@ class _Tracer(fx.Tracer):
         self.calls.append(Call(path, m, start, start))
         self.stack.append(path)
         try:
-            result = super().call_module(m, forward, args, kwargs)
+            if type(m) is nn.TransformerEncoder and len(args) == 1 and not kwargs:
+                result = _run_encoder(m, args[0])
+            else:
+                result = super().call_module(m, forward, args, kwargs)
         except Exception:
-            self.failed_in = self.failed_in or path
+            self.failed_in = self.failed_in or tuple(self.stack)
             raise
-        self.stack.pop()
+        finally:
+            self.stack.pop()
         self.calls[index] = Call(path, m, start, self.n_steps)
         return result
 
@@ -204,6 +228,8 @@ class _Tracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any | None = None,
     ) -> fx.Node:
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            raise fx.proxy.TraceError("torch.no_grad() and autocast inside forward are not traced")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         self.n_steps += node.op.startswith("call_")
         self.owners[node.name] = tuple(self.stack)
@@ -216,14 +242,20 @@ def is_layer(module: nn.Module) -> bool:
     PyTorch's containers are not layers.
     """
     forward = type(module).forward
-    return forward.__module__.startswith(("torch.nn", "torch.ao.nn")) and (
-        forward is not nn.Sequential.forward
-    )
+    where = getattr(forward, "__module__", None) or ""
+    return where.startswith(("torch.nn", "torch.ao.nn")) and forward is not nn.Sequential.forward
 
 
 def is_container(module: nn.Module) -> bool:
     """Whether it is a plain ``nn.Sequential`` or the like, which says nothing about blocks."""
     return type(module).__module__.startswith("torch.nn")
+
+
+def _run_encoder(encoder: nn.TransformerEncoder, x: Any) -> Any:
+    """What ``nn.TransformerEncoder`` does without masks; its own forward cannot be traced."""
+    for layer in encoder.layers:
+        x = layer(x)
+    return x if encoder.norm is None else encoder.norm(x)
 
 
 def _input_names(model: nn.Module, n_inputs: int) -> list[str]:
@@ -251,36 +283,47 @@ def _trace_modes(model: nn.Module, n_inputs: int, opaque: dict[str, str]) -> Tra
 
     A second trace in train mode shows what differs for other reasons, such as randomness.
     """
-    train, train_values = _trace_mode(model, n_inputs, opaque, training=True)
-    again, again_values = _trace_mode(model, n_inputs, opaque, training=True)
-    evaluation, eval_values = _trace_mode(model, n_inputs, opaque, training=False)
-    for other, values, why in (
-        (again, again_values, "not the same operations each time it is called"),
-        (evaluation, eval_values, "other operations in train mode than in eval mode"),
-    ):
-        _Merge(train, other, train_values, values, why).run(keep=other is evaluation)
+    train = _trace_mode(model, n_inputs, opaque, training=True)
+    again = _trace_mode(model, n_inputs, opaque, training=True)
+    evaluation = _trace_mode(model, n_inputs, opaque, training=False)
+    _Merge(train, again, "not the same operations each time it is called").run(flags=False)
+    _Merge(train, evaluation, "other operations in train mode than in eval mode").run(flags=True)
 
-    graph = train.graph
+    tracer, graph = train.tracer, train.tracer.graph
     _place_before_users(graph)
     steps = tuple(n for n in graph.nodes if n.op.startswith("call_") and n.target is not in_mode)
-    train_values["training"] = model.training
-    return Trace(graph, steps, tuple(train.calls), train_values, dict(opaque), train.owners)
+    called = {call.path for call in tracer.calls}
+    return Trace(
+        graph=graph,
+        steps=steps,
+        calls=tuple(tracer.calls),
+        attributes=train.values | {"training": model.training},
+        opaque={path: reason for path, reason in opaque.items() if path in called},
+        owners=tracer.owners,
+    )
+
+
+class _OneMode(NamedTuple):
+    """A trace in one mode, with the tensors and modules that its graph refers to."""
+
+    tracer: _Tracer
+    values: dict[str, Any]
 
 
 def _trace_mode(
     model: nn.Module, n_inputs: int, opaque: dict[str, str], *, training: bool
-) -> tuple[_Tracer, dict[str, Any]]:
+) -> _OneMode:
     tracer = _Tracer(n_inputs, opaque)
-    with _left_as_it_was(model):
+    with left_as_it_was(model):
         for module in model.modules():
             module.training = training
         try:
-            with _recorded_factories():
+            with _recorded_factories(), torch.enable_grad():
                 tracer.trace(model)
         except InvalidExample:
             raise
         except Exception as error:
-            raise _Failure(tracer.failed_in or "", _describe(error)) from error
+            raise _Failure(_describe(error), tracer.failed_in[::-1]) from error
         values = {
             str(node.target): _get(model, str(node.target))
             for node in tracer.graph.nodes
@@ -290,68 +333,60 @@ def _trace_mode(
         value = values.get(str(node.target)) if node.op == "get_attr" else None
         if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
             raise _Failure(
-                _innermost(tracer.owners[node.name]),
                 "a tensor is computed from parameters that torch.fx cannot see; "
                 "parameters must be attributes of their module",
+                tracer.owners[node.name][::-1],
             )
-    return tracer, values
+    return _OneMode(tracer, values)
 
 
 class _Merge:
-    """Compares the nodes of two traces; may put the flag ``training`` where constants differ."""
+    """Compares two traces, and may put the flag ``training`` where their constants differ."""
 
-    def __init__(
-        self,
-        one: _Tracer,
-        other: _Tracer,
-        one_values: dict[str, Any],
-        other_values: dict[str, Any],
-        difference: str,
-    ) -> None:
+    def __init__(self, one: _OneMode, other: _OneMode, difference: str) -> None:
         self.one, self.other = one, other
-        self.one_values, self.other_values = one_values, other_values
         self.difference = difference
         self.twin: dict[fx.Node, fx.Node] = {}
 
-    def run(self, *, keep: bool) -> None:
-        """With ``keep`` constants may differ, and do so in the graph of ``one`` from now on."""
-        pairs = itertools.zip_longest(list(self.one.graph.nodes), list(self.other.graph.nodes))
-        for a, b in pairs:
+    def run(self, *, flags: bool) -> None:
+        """With ``flags`` constants may differ, and the graph of ``one`` then serves both modes."""
+        graphs = (self.one.tracer.graph, self.other.tracer.graph)
+        for a, b in itertools.zip_longest(*(list(graph.nodes) for graph in graphs)):
             if a is None or b is None or not self.same_operation(a, b):
                 raise self.failure(a, b)
             self.twin[b] = a
-            args = self.merged(a, b, a.args, b.args, keep)
-            kwargs = self.merged(a, b, a.kwargs, b.kwargs, keep)
-            if keep:
+            args = self.merged(a, b, a.args, b.args, flags)
+            kwargs = self.merged(a, b, a.kwargs, b.kwargs, flags)
+            if flags:
                 a.args, a.kwargs = args, kwargs
 
     def same_operation(self, a: fx.Node, b: fx.Node) -> bool:
         if a.op == b.op == "get_attr":
-            x, y = self.one_values[str(a.target)], self.other_values[str(b.target)]
+            x, y = self.one.values[str(a.target)], self.other.values[str(b.target)]
             return x is y or (isinstance(x, Tensor) and isinstance(y, Tensor) and _equal(x, y))
         return a.op == b.op and a.target == b.target
 
-    def merged(self, a: fx.Node, b: fx.Node, x: Any, y: Any, keep: bool) -> Any:
-        if isinstance(y, fx.Node):
-            if self.twin.get(y) is not x:
+    def merged(self, a: fx.Node, b: fx.Node, x: Any, y: Any, flags: bool) -> Any:
+        if isinstance(x, fx.Node) or isinstance(y, fx.Node):
+            if not isinstance(y, fx.Node) or self.twin.get(y) is not x:
                 raise self.failure(a, b)
             return x
         if type(x) is type(y) and isinstance(x, tuple | list) and len(x) == len(y):
-            items = [self.merged(a, b, i, j, keep) for i, j in zip(x, y, strict=True)]
+            items = [self.merged(a, b, i, j, flags) for i, j in zip(x, y, strict=True)]
             return type(x)(items)
         if isinstance(x, dict) and isinstance(y, dict) and list(x) == list(y):
-            return {key: self.merged(a, b, x[key], y[key], keep) for key in x}
+            return {key: self.merged(a, b, x[key], y[key], flags) for key in x}
         if isinstance(x, slice) and isinstance(y, slice):
             parts = ((x.start, y.start), (x.stop, y.stop), (x.step, y.step))
-            return slice(*(self.merged(a, b, i, j, keep) for i, j in parts))
+            return slice(*(self.merged(a, b, i, j, flags) for i, j in parts))
         if type(x) is type(y) and (x == y or repr(x) == repr(y)):
             return x
-        if keep and isinstance(x, CONSTANTS) and isinstance(y, CONSTANTS):
+        if flags and isinstance(x, CONSTANTS) and isinstance(y, CONSTANTS):
             return self.flag(a, x, y)
         raise self.failure(a, b)
 
     def flag(self, user: fx.Node, x: Any, y: Any) -> fx.Node:
-        graph = self.one.graph
+        graph = self.one.tracer.graph
         with graph.inserting_before(user):
             flag = graph.create_node("get_attr", "training")
             if x is True and y is False:
@@ -359,22 +394,19 @@ class _Merge:
             return graph.create_node("call_function", in_mode, (flag, x, y))
 
     def failure(self, a: fx.Node | None, b: fx.Node | None) -> _Failure:
+        """Suspect first what only one trace was in, and then what both were in."""
         stacks = [
-            tracer.owners[node.name]
-            for tracer, node in ((self.one, a), (self.other, b))
-            if node is not None
+            () if node is None else trace.tracer.owners[node.name]
+            for trace, node in ((self.one, a), (self.other, b))
         ]
-        common = [
-            paths[0]
-            for paths in zip(*stacks, strict=False)
-            if all(path == paths[0] for path in paths)
-        ]
+        root = self.one.tracer.root
+        common = [path for path in stacks[0] if path in stacks[1]]
+        single = [path for stack in stacks for path in stack[::-1] if path not in common]
         names = " and ".join(repr(node.name) for node in (a, b) if node is not None)
-        return _Failure(_innermost(tuple(common)), f"it does {self.difference}: see {names}")
-
-
-def _innermost(stack: tuple[str, ...]) -> str:
-    return stack[-1] if stack else ""
+        return _Failure(
+            f"it does {self.difference}: see {names}",
+            [path for path in single + common[::-1] if not is_layer(root.get_submodule(path))],
+        )
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -403,7 +435,7 @@ def _describe(error: Exception) -> str:
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename.replace("\\", "/") and frame.filename != __file__
+        if not frame.filename.startswith((_HERE, _TORCH))
     ]
     if not own:
         return message
@@ -411,17 +443,25 @@ def _describe(error: Exception) -> str:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Undo what tracing does to the model: flags, constants, values a forward keeps."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    random_state = torch.get_rng_state()
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Undo what a trace or a trial run does to the model: flags, buffers, values it keeps."""
+    before = [
+        (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTRIES})
+        for module in model.modules()
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for module, attributes in before:
+        for module, attributes, registries in before:
             vars(module).clear()
             vars(module).update(attributes)
-        torch.set_rng_state(random_state)
+            for name, values in registries.items():
+                attributes[name].clear()
+                attributes[name].update(values)
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
 
 
 @contextmanager
