@@ -112,6 +112,7 @@ class InputGradient:
             phase.skip == 0 and size + 2 * phase.padding - phase.reach == phase.count
             for (phase,), size in zip(axes, output_shape[2:], strict=True)
         )
+        self.covers_all = all(phase.taps for axis in axes for phase in axis)
         self.input_shape = input_shape
 
     def _add(
@@ -127,26 +128,26 @@ class InputGradient:
         self, gradient: Codes, out: Grid | None, addend: Codes | Tensor | None
     ) -> Codes | Tensor:
         """The input's gradient plus ``addend``, as codes on ``out`` or as float32."""
-        in_one_step = out is None or addend is None or isinstance(addend, Codes)
-        if self.direct and in_one_step:
+        if self.direct and (out is None or addend is None or isinstance(addend, Codes)):
             return self.prepared[0][0](gradient, out, addend)
-        inner = out if addend is None else None
-        total = self._assemble(gradient, inner)
-        if isinstance(total, Codes) or addend is None:
-            return total
-        total += as_float(addend)
+        if addend is None:
+            return self._interleave(gradient, out)
+        total = as_float(addend).clone()
+        for run, keep, place in self.prepared:
+            part = run(gradient, None, None)
+            assert isinstance(part, Tensor)
+            total[:, :, *place] += part[:, :, *keep]
         return total if out is None else quantize(total, out)
 
-    def _assemble(self, gradient: Codes, out: Grid | None) -> Codes | Tensor:
-        if self.direct:
-            return self.prepared[0][0](gradient, out, None)
-        batch = gradient.values.shape[0]
-        whole = torch.full(
-            (batch, *self.input_shape[1:]),
-            0 if out is None else out.zero_point,
+    def _interleave(self, gradient: Codes, out: Grid | None) -> Codes | Tensor:
+        whole = torch.empty(
+            (len(gradient.values), *self.input_shape[1:]),
             dtype=torch.float32 if out is None else torch.uint8,
             device=gradient.values.device,
-        ).contiguous(memory_format=torch.channels_last)
+            memory_format=torch.channels_last,
+        )
+        if not self.covers_all:
+            whole.fill_(0 if out is None else out.zero_point)
         for run, keep, place in self.prepared:
             part = run(gradient, out, None)
             values = part.values if isinstance(part, Codes) else part

@@ -12,6 +12,7 @@ from cocofl.chain import BlockChain, Wiring
 from cocofl.errors import InvalidSetting
 from cocofl.freeze.floating import fused, with_batch_statistics
 from cocofl.freeze.kernels import kernel, safe_weight_bits
+from cocofl.freeze.lean import lean_blocks
 from cocofl.freeze.lowering import LoweredBlock, as_graph, lower
 from cocofl.freeze.observe import ScaleMeter
 from cocofl.freeze.plan import KernelPlan
@@ -233,9 +234,12 @@ def _float_parts(
 ) -> list[Part]:
     parts = []
     for index, (block, wiring) in enumerate(zip(chain.blocks, chain.wiring, strict=True)):
-        role, copied = span.role(index), twin(block, state).train()
-        converted = copied if role is Role.TRAINED else convert(copied)
-        parts.append(_float_part(converted, role, index, wiring))
+        role = span.role(index)
+        if role is Role.TRAINED:
+            own = twin(lean_blocks(chain)[index], state).train()
+        else:
+            own = convert(twin(block, state).train())
+        parts.append(_float_part(own, role, index, wiring))
     return parts
 
 
@@ -251,7 +255,7 @@ def _integer_parts(
         blocks = range(span.start)
         parts.append(_integer_part(chain, blocks, Role.FROZEN, state, lowered, settings))
     for index in range(span.start, span.stop):
-        block = twin(chain.blocks[index], state).train()
+        block = twin(lean_blocks(chain)[index], state).train()
         parts.append(_float_part(block, Role.TRAINED, index, chain.wiring[index]))
     if span.stop < len(chain):
         blocks = range(span.stop, len(chain))
