@@ -7,3 +7,15 @@ class CocoflError(Exception):
 
 class InvalidSpan(CocoflError):
     """A span that is empty, reversed, or does not fit the chain."""
+
+
+class DataNotFound(CocoflError):
+    """A data set that is neither in the given folder, nor on the Hub, nor among the names known."""
+
+
+class InvalidData(CocoflError):
+    """Data that was found but cannot be what it claims: columns, labels, shapes, sizes."""
+
+
+class InvalidPartition(CocoflError):
+    """Samples cannot be dealt to devices as asked: alpha, device count, groups."""
