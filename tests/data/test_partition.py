@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -12,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocofl.data import partition as pt
+from cocofl.data.draws import dirichlet_rows
 from cocofl.errors import InvalidPartition
+from cocofl.rng import stream
 
 LABELS_10 = np.repeat(np.arange(10), 500)
 
@@ -88,6 +93,27 @@ def test_a_seed_gives_this_split_on_every_machine(name, checksum):
     assert zlib.crc32(flat.tobytes()) == checksum
 
 
+def test_a_cpu_without_wide_vectors_draws_the_same_split():
+    # NumPy's log and cos take other paths on other CPUs; the split must not show it.
+    code = (
+        "import zlib, numpy as np; from cocofl.data.partition import dirichlet;"
+        "split = dirichlet(np.arange(50_000) % 10, 500, 1, alpha=0.1, equal=False);"
+        "print(zlib.crc32(split.indices.astype('<i8').tobytes()))"
+    )
+    narrow = {"NPY_DISABLE_CPU_FEATURES": "X86_V3 X86_V4 AVX2 FMA3 AVX512F AVX512_SKX AVX512_ICL"}
+    printed = {
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            env={**os.environ, **extra},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for extra in ({}, narrow)
+    }
+    assert len(printed) == 1
+
+
 @pytest.mark.parametrize("name", SPLITS)
 def test_another_seed_gives_another_split(name):
     a, b = (SPLITS[name](LABELS_10, 10, seed) for seed in (1, 2))
@@ -110,9 +136,9 @@ def test_dirichlet_leaves_few_classes_on_a_device_and_large_alpha_all():
 
 def test_drawn_proportions_have_the_moments_of_a_dirichlet_distribution():
     # Mean 1/K and variance (K - 1) / (K² (K alpha + 1)), for K parts.
-    rng = pt.stream(3, "test")
+    rng = stream(3, "test")
     for alpha in (0.1, 1.0, 7.0):
-        shares = pt._proportions(20_000, 4, alpha, rng)
+        shares = dirichlet_rows(20_000, 4, alpha, rng)
         assert np.allclose(shares.sum(axis=1), 1)
         assert np.allclose(shares.mean(axis=0), 0.25, atol=0.01)
         assert np.allclose(shares.var(axis=0), 3 / (16 * (4 * alpha + 1)), rtol=0.05)

@@ -6,9 +6,7 @@ cut from that order. The n mod |C| samples left over are set aside *first* and a
 no class and no device pays for them, and are reported as the remainder. ``equal=False`` keeps the
 drawn sizes. ``by_play`` and ``natural`` follow what samples come with: plays, writers, patients.
 
-The same seed gives the same split on every machine and with every NumPy: only the raw output of
-the bit generator is used, which NumPy promises never to change. It makes no such promise for the
-methods of ``Generator`` (NEP 19), and ``Generator.dirichlet`` has changed before.
+The same seed gives the same split on every machine and with every NumPy (see ``draws``).
 
 Why not flwr-datasets' partitioners. They return Hugging Face ``Dataset`` objects, one device at a
 time, while the engine needs index arrays, and release 0.6.1 needs ``datasets`` below 5 and ``rich``
@@ -27,13 +25,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from cocofl.data.draws import Floats, Ints, dirichlet_rows, shuffled
 from cocofl.errors import InvalidPartition
 from cocofl.rng import stream
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +82,7 @@ def iid(labels: ArrayLike, devices: int, seed: int, *, equal: bool = True) -> Pa
     """
     codes = _checked_labels(labels)
     _check_devices(devices, len(codes))
-    order = _shuffled(np.arange(len(codes)), stream(seed, "partition.iid"))
+    order = shuffled(np.arange(len(codes)), stream(seed, "partition.iid"))
     if not equal:
         return _cut(order, _even_sizes(len(codes), devices))
     kept, remainder = np.split(order, [len(codes) // devices * devices])
@@ -183,7 +179,7 @@ def by_play(
         )
     target = group_devices / devices * len(codes)
     group_of_play = _fill_evenly(np.bincount(play_of), target, rng)
-    order = _shuffled(np.arange(len(codes)), rng)
+    order = shuffled(np.arange(len(codes)), rng)
     order = order[_stable_argsort(group_of_play[play_of[order]])]
     sizes = np.bincount(group_of_play[play_of], minlength=len(group_devices))
     return _deal_to_groups(order, sizes, group_of, np.empty(0, np.int64))
@@ -209,9 +205,9 @@ def natural(owners: ArrayLike, devices: int, seed: int) -> Partition:
         )
     rng = stream(seed, "partition.natural")
     device_of_owner = np.empty(len(names), np.int64)
-    device_of_owner[_shuffled(np.arange(len(names)), rng)] = np.arange(len(names)) % devices
+    device_of_owner[shuffled(np.arange(len(names)), rng)] = np.arange(len(names)) % devices
     device_of = device_of_owner[owner_of]
-    order = _shuffled(np.arange(len(codes)), rng)
+    order = shuffled(np.arange(len(codes)), rng)
     order = order[_stable_argsort(device_of[order])]
     return _cut(order, np.bincount(device_of, minlength=devices))
 
@@ -227,7 +223,7 @@ def equal_groups(devices: int, n_groups: int, seed: int) -> Ints:
             f"{devices} devices cannot form {n_groups} groups; use between 1 and {devices} groups"
         )
     groups = np.arange(devices) % n_groups
-    return _shuffled(groups, stream(seed, "partition.equal_groups"))
+    return shuffled(groups, stream(seed, "partition.equal_groups"))
 
 
 def class_counts(partition: Partition, labels: ArrayLike, num_classes: int) -> Ints:
@@ -261,53 +257,11 @@ def group_counts(counts: Ints, groups: Sequence[int] | Ints) -> Ints:
 # --- drawing -----------------------------------------------------------------------------------
 
 
-def _uniform(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
-    """Uniform draws in (0, 1] from raw bits: identical under every version of NumPy."""
-    n_draws = int(np.prod(shape))
-    bits = np.asarray(rng.bit_generator.random_raw(n_draws), np.uint64) >> np.uint64(11)
-    return ((bits.astype(np.float64) + 1.0) * 2.0**-53).reshape(shape)
-
-
-def _shuffled(values: Ints, rng: np.random.Generator) -> Ints:
-    bits = np.asarray(rng.bit_generator.random_raw(len(values)), np.uint64)
-    return values[np.argsort(bits, kind="stable")]
-
-
 def _shuffled_within(order: Ints, sizes: Ints, rng: np.random.Generator) -> Ints:
     """Shuffle each consecutive part of ``order``; ``sizes`` are the lengths of the parts."""
-    shuffle = _shuffled(np.arange(len(order)), rng)
+    shuffle = shuffled(np.arange(len(order)), rng)
     part = np.repeat(np.arange(len(sizes)), sizes)
     return order[shuffle[_stable_argsort(part[shuffle])]]
-
-
-def _log_gamma_draws(shape: float, size: tuple[int, ...], rng: np.random.Generator) -> Floats:
-    """Logarithms of Gamma(``shape``) draws.
-
-    Marsaglia and Tsang (2000) for shape + 1, brought down by U^(1/shape). The logarithm matters:
-    at small shapes most draws underflow to 0, and a row of zeros has no proportions.
-    """
-    d = shape + 1.0 - 1.0 / 3.0
-    c = 1.0 / np.sqrt(9.0 * d)
-    draws = np.full(int(np.prod(size)), np.nan)
-    missing = np.arange(len(draws))
-    while len(missing):
-        u, v, w = _uniform(rng, (3, len(missing)))
-        normal = np.sqrt(-2.0 * np.log(u)) * np.cos(2.0 * np.pi * v)
-        cube = np.maximum(1.0 + c * normal, 0.0) ** 3
-        # log(0) is -inf, which is never accepted: exactly what a negative cube needs.
-        with np.errstate(divide="ignore"):
-            log_cube = np.log(cube)
-            accepted = np.log(w) < 0.5 * normal**2 + d - d * cube + d * log_cube
-        draws[missing[accepted]] = np.log(d) + log_cube[accepted]
-        missing = missing[~accepted]
-    return draws.reshape(size) + np.log(_uniform(rng, size)) / shape
-
-
-def _proportions(n_classes: int, n_parts: int, alpha: float, rng: np.random.Generator) -> Floats:
-    """One Dirichlet(alpha, …, alpha) row over the parts for every class."""
-    logs = _log_gamma_draws(alpha, (n_classes, n_parts), rng)
-    weights = np.exp(logs - logs.max(axis=1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
 def _draw(
@@ -315,7 +269,7 @@ def _draw(
 ) -> tuple[Ints, Ints]:
     """Order ``samples`` part by part, within a part class by class; with the size of each part."""
     class_sizes = np.bincount(codes)
-    shares = _proportions(len(class_sizes), n_parts, alpha, rng)
+    shares = dirichlet_rows(len(class_sizes), n_parts, alpha, rng)
     cuts = np.floor(np.cumsum(shares, axis=1) * class_sizes[:, None] + 0.5).astype(np.int64)
     cuts[:, -1] = class_sizes
     counts = np.diff(np.minimum(cuts, class_sizes[:, None]), axis=1, prepend=0)
@@ -332,7 +286,7 @@ def _set_aside(
     n_samples: int, devices: int, rng: np.random.Generator, equal: bool
 ) -> tuple[Ints, Ints]:
     """All samples in random order, less those that equal shares leave over."""
-    order = _shuffled(np.arange(n_samples), rng)
+    order = shuffled(np.arange(n_samples), rng)
     n_kept = n_samples // devices * devices if equal else n_samples
     return order[:n_kept], order[n_kept:]
 
@@ -372,7 +326,7 @@ def _fill_evenly(sizes: Ints, target: Floats, rng: np.random.Generator) -> Ints:
     """Give each item, in random order, to the bin that lacks the largest part of its target."""
     filled = np.zeros(len(target))
     bin_of = np.empty(len(sizes), np.int64)
-    for item in _shuffled(np.arange(len(sizes)), rng):
+    for item in shuffled(np.arange(len(sizes)), rng):
         fullness = np.where(target > 0, filled / np.maximum(target, 1e-9), np.inf)
         bin_of[item] = np.argmin(fullness)
         filled[bin_of[item]] += sizes[item]
