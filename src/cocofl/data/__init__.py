@@ -10,16 +10,21 @@
 from cocofl.data import partition
 from cocofl.data.draft import Facts, normalise
 from cocofl.data.partition import Partition
-from cocofl.data.registry import REGISTRY, DataSet, availability, load
+from cocofl.data.registry import REGISTRY, DataSet, Listing, listing, load
+from cocofl.data.rules import RULES, Rule, divide
 from cocofl.data.split import Split, open_split
 
 __all__ = [
     "REGISTRY",
+    "RULES",
     "DataSet",
     "Facts",
+    "Listing",
     "Partition",
+    "Rule",
     "Split",
-    "availability",
+    "divide",
+    "listing",
     "load",
     "normalise",
     "open_split",

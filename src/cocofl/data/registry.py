@@ -32,7 +32,8 @@ class Source:
     build: str
     """The function that reads it, named like a user's own: its libraries are imported only when
     something has to be built, for a warm start needs none of them."""
-    samples: str
+    samples: tuple[int, int]
+    """How many there are to train and to test, as published; what is here may be less."""
     num_classes: int
     task: Literal["image", "text"]
     hub: str = ""
@@ -46,17 +47,17 @@ class Source:
 
 REGISTRY: dict[str, Source] = {
     "digits": Source(
-        "cocofl.data.digits:digits", "1 438 + 359", 10, "image", package="scikit-learn"
+        "cocofl.data.digits:digits", (1_438, 359), 10, "image", package="scikit-learn"
     ),
     "cifar10": Source(
-        "cocofl.data.vision:cifar10", "50 000 + 10 000", 10, "image", "uoft-cs/cifar10"
+        "cocofl.data.vision:cifar10", (50_000, 10_000), 10, "image", "uoft-cs/cifar10"
     ),
     "cifar100": Source(
-        "cocofl.data.vision:cifar100", "50 000 + 10 000", 100, "image", "uoft-cs/cifar100"
+        "cocofl.data.vision:cifar100", (50_000, 10_000), 100, "image", "uoft-cs/cifar100"
     ),
     "cinic10": Source(
         "cocofl.data.vision:cinic10",
-        "90 000 + 90 000",
+        (90_000, 90_000),
         10,
         "image",
         "flwrlabs/cinic10",
@@ -64,7 +65,7 @@ REGISTRY: dict[str, Source] = {
     ),
     "femnist": Source(
         "cocofl.data.vision:femnist",
-        "651 422 + 162 855",
+        (651_422, 162_855),
         62,
         "image",
         "flwrlabs/femnist",
@@ -72,23 +73,23 @@ REGISTRY: dict[str, Source] = {
     ),
     "fashion_mnist": Source(
         "cocofl.data.vision:fashion_mnist",
-        "60 000 + 10 000",
+        (60_000, 10_000),
         10,
         "image",
         "zalando-datasets/fashion_mnist",
     ),
     "xchest": Source(
         "cocofl.data.vision:xchest",
-        "86 524 + 25 596",
+        (86_524, 25_596),
         2,
         "image",
         folders=("nih-chest-xray",),
         how_to_get="unpack NIH's ChestX-ray14 into FOLDER/nih-chest-xray",
     ),
-    "imdb": Source("cocofl.data.language:imdb", "25 000 + 25 000", 2, "text", "stanfordnlp/imdb"),
+    "imdb": Source("cocofl.data.language:imdb", (25_000, 25_000), 2, "text", "stanfordnlp/imdb"),
     "shakespeare": Source(
         "cocofl.data.language:shakespeare",
-        "about 3.3 M + 0.8 M windows",
+        (3_311_034, 770_429),
         82,
         "text",
         "flwrlabs/shakespeare",
@@ -112,11 +113,18 @@ class DataSet:
 
 
 @dataclass(frozen=True)
-class Availability:
-    """Whether a data set is at hand, and where, or how to get it."""
+class Listing:
+    """What is known of a data set without loading it."""
 
-    state: Literal["here", "hub", "missing"]
-    detail: str
+    name: str
+    task: str
+    train_samples: int
+    test_samples: int
+    num_classes: int
+    state: Literal["ready", "here", "hub", "missing"]
+    """Cached; in a folder or package of this machine; on the Hub; or none of these."""
+    place: str
+    """Where it is, or how to get it."""
 
 
 def load(
@@ -138,8 +146,7 @@ def load(
     if preset not in PRESETS:
         raise DataNotFound(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
     origin = locate(name, source, data_dir)
-    key = f"{preset}-{origin.fingerprint()}"
-    paths = {split: folder / name / f"{key}-{split}.safetensors" for split in SPLITS}
+    paths = _cache_paths(name, preset, origin, folder)
     splits = _load_or_build(paths, lambda: import_function(source.build)(origin, preset))
     return DataSet(name, splits["train"], splits["test"])
 
@@ -180,23 +187,40 @@ def locate(name: str, source: Source, data_dir: str | os.PathLike[str] | None) -
     return Origin(None, source.hub)
 
 
-def availability(name: str, data_dir: str | os.PathLike[str] | None = None) -> Availability:
-    """Where a data set would come from here, without loading it."""
+def listing(
+    name: str,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Listing:
+    """Where a data set would come from here, and how large it is, without loading it."""
     source = find_source(name)
+    known = Listing(name, source.task, *source.samples, source.num_classes, "missing", "")
+    roots = origins.data_dirs(data_dir)
     try:
         origin = locate(name, source, data_dir)
     except DataNotFound:
-        if origins.data_dirs(data_dir) and source.hub:
-            return Availability("missing", f"get {source.hub} from the Hub into the data folder")
-        return Availability("missing", source.how_to_get)
-    if source.package:
-        return Availability("here", f"with {source.package}")
-    if origin.folder is not None:
-        return Availability("here", str(origin.folder))
-    return Availability("hub", f"on the Hub as {origin.hub}")
+        get = f"download {source.hub} from the Hub into {roots[0]}/{source.hub}" if roots else ""
+        return replace(known, place=source.how_to_get or get)
+    folder = Path(cache_dir) if cache_dir is not None else origins.cache_dir()
+    paths = _cache_paths(name, "standard", origin, folder)
+    place = f"with {source.package}" if source.package else str(origin)
+    try:
+        train, test = (open_split(paths[split]) for split in SPLITS)
+    except InvalidData:
+        at_hand = bool(source.package or origin.folder)
+        return replace(known, state="here" if at_hand else "hub", place=place)
+    return Listing(
+        name, source.task, len(train), len(test), train.facts.num_classes, "ready", place
+    )
 
 
 # --- caching -------------------------------------------------------------------------------------
+
+
+def _cache_paths(name: str, preset: str, origin: Origin, folder: Path) -> dict[str, Path]:
+    key = f"{preset}-{origin.fingerprint()}"
+    return {split: folder / name / f"{key}-{split}.safetensors" for split in SPLITS}
 
 
 def _load_or_build(
