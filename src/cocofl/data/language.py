@@ -125,17 +125,19 @@ def _roles_of_windows(table: Table) -> tuple[list[str], list[str]]:
     firsts = np.flatnonzero(np.concatenate([[True], roles[1:] != roles[:-1]]))
     stops = np.concatenate([firsts[1:], [len(roles)]])
     opening = table.take(firsts).strings(table.column("x"))
-    closing = table.take(stops - 1).strings("x")
     texts = [
         window + "".join(next_characters[first:stop])
         for window, first, stop in zip(opening, firsts, stops, strict=True)
     ]
-    for first, role_text, window in zip(firsts, texts, closing, strict=True):
-        if role_text[-len(window) - 1 : -1] != window:
-            raise InvalidData(
-                f"{table.where}: the windows of {roles[first]}, from row {first}, do not follow "
-                "each other character by character, as in flwrlabs/shakespeare"
-            )
+    for first, stop, role_text in zip(firsts, stops, texts, strict=True):
+        # Every 80th window covers all of the text, and is a fraction of all windows to read.
+        rows = np.arange(first, stop, characters.WINDOW)
+        for row, window in zip(rows - first, table.take(rows).strings("x"), strict=True):
+            if role_text[row : row + len(window)] != window:
+                raise InvalidData(
+                    f"{table.where}: the windows of {roles[first]} do not follow each other "
+                    f"character by character before row {first + row}, as they do in LEAF's"
+                )
     return [play_of(str(roles[first])) for first in firsts], texts
 
 

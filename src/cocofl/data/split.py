@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import uuid
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from cocofl.data.draft import Draft, Facts, check_labels
 from cocofl.errors import InvalidData
 
+# Raise the number when what a data set's function makes changes: caches of the old are rebuilt.
 FORMAT = "cocofl.split.1"
 MAX_HEADER_BYTES = 64 * 2**20
 CHUNK_BYTES = 16 * 2**20
@@ -80,7 +82,7 @@ def write_split(path: Path, draft: Draft) -> Facts:
     """
     labels = check_labels(draft.labels, draft.facts.num_classes, path.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with partial.open("wb") as file:
             facts = _write(file, draft, labels)

@@ -10,7 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
+from cocofl.errors import CocoflError
+
 MAX_DEVICES_SHOWN = 120
+ROW_IN = 0.22
+FORMATS = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours: told apart by every kind of colour vision.
 COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
@@ -29,14 +33,15 @@ def bubble_chart(
     """
     order = _shown(np.argsort(groups, kind="stable"))
     shown, group_of = counts[order], groups[order]
-    width_in = 1.8 + max(5.0, 0.085 * len(order))
-    height_in = 1.4 + max(1.6, 0.26 * counts.shape[1])
+    chart_in = max(5.0, 0.1 * len(order))
+    height_in = 1.0 + max(1.2, ROW_IN * counts.shape[1])
     # No pyplot: a figure made this way belongs to nobody and needs no display.
-    figure = Figure(figsize=(width_in, height_in), dpi=150, layout="constrained")
+    figure = Figure(figsize=(chart_in + 2.0, height_in), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     device, label = np.nonzero(shown)
     largest = max(int(shown.max(initial=1)), 1)
-    diameter_pt = 0.26 * 72
+    # Neighbours may touch, but each must be seen.
+    diameter_pt = 72 * min(ROW_IN, 1.2 * chart_in / len(order))
     area_pt2 = diameter_pt**2 / largest
     colours = np.array([COLOURS[group % len(COLOURS)] for group in group_of])
     axes.scatter(
@@ -44,7 +49,6 @@ def bubble_chart(
         label,
         s=shown[device, label] * area_pt2,
         c=colours[device],
-        alpha=0.75,
         linewidths=0,
     )
     for boundary in np.flatnonzero(np.diff(group_of)) + 0.5:
@@ -53,7 +57,7 @@ def bubble_chart(
     axes.set_xlabel(f"device, by group{thinned}")
     axes.set_ylabel("class")
     axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlim(-1.5, len(order) + 0.5)
+    axes.set_xlim(-1, len(order))
     axes.set_xticks([])
     axes.set_yticks(range(counts.shape[1]), [_printable(name) for name in class_names], fontsize=7)
     axes.set_ylim(counts.shape[1] - 0.4, -0.6)
@@ -63,7 +67,7 @@ def bubble_chart(
         loc="outside right upper",
         frameon=False,
         fontsize=8,
-        labelspacing=1.1,
+        labelspacing=0.8,
     )
     return figure
 
@@ -76,7 +80,12 @@ def save_bubble_chart(
     group_names: Sequence[str],
     title: str,
 ) -> None:
-    """Draw the chart into a file, in the format its suffix names (PNG, SVG, PDF)."""
+    """Draw the chart into a file, in the format its suffix names."""
+    if path.suffix not in FORMATS:
+        raise CocoflError(
+            f"cannot draw into {path}: its name must end in {' or '.join(FORMATS)}, "
+            "which says what kind of file it becomes"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     bubble_chart(counts, groups, class_names, group_names, title).savefig(path)
 
