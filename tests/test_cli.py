@@ -49,7 +49,7 @@ def test_data_list_names_every_data_set_and_how_to_get_it(run):
     result = run("data", "list")
     assert result.returncode == 0
     assert "digits" in result.stdout
-    assert "the Hub's uoft-cs/cifar10" in result.stdout
+    assert "on the Hub: uoft-cs/cifar10" in result.stdout
     assert "unpack NIH's ChestX-ray14" in result.stdout
     assert "\x1b" not in result.stdout
     entries = json.loads(run("data", "list", "--json").stdout)

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from cocofl import data
@@ -104,7 +105,7 @@ def data_show(
     alpha: Annotated[float, typer.Option(help="Of the Dirichlet distribution.")] = 0.1,
     devices: Annotated[int, typer.Option(help="How many devices.")] = 100,
     groups: Annotated[int, typer.Option(help="How many equally large groups of them.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the split and the groups.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the split and the groups.")] = 0,
     unequal: Annotated[bool, typer.Option("--unequal", help="Keep the drawn sizes.")] = False,
     preset: Annotated[
         str, typer.Option(help="standard, or paper for the part it uses.")
@@ -156,7 +157,7 @@ def data_show(
         top = int(np.argmax(per_group[:, label]))
         most = f"{group_names[top]} ({per_group[top, label] / total:.0%})" if total else "nobody"
         shown = class_name if class_name.isprintable() and class_name.strip() else repr(class_name)
-        table.add_row(shown, *(f"{share:.1%}" for share in densities[:, label]), most)
+        table.add_row(escape(shown), *(f"{share:.1%}" for share in densities[:, label]), most)
     _print_table(table)
     low, high = int(partition.sizes.min()), int(partition.sizes.max())
     size = str(low) if low == high else f"{low} to {high}"

@@ -426,6 +426,13 @@ def test_a_broken_cache_is_rebuilt(root, tmp_path, caplog, which, damage):
     assert broken.read_bytes() == whole
 
 
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("COCOFL_CACHE", str(tmp_path / "a file"))
+    with pytest.raises(InvalidData, match=r"Is there space.*COCOFL_CACHE names another folder"):
+        data.load("digits")
+
+
 def test_other_files_in_the_folder_make_another_cache(root, tmp_path):
     folder = write_cifar10(root)
     data.load("cifar10", data_dir=root)
@@ -525,7 +532,7 @@ def test_labels_out_of_range(root, split):
     folder = write_cifar10(root)
     columns = {"img": pixels(2, 32, 32, 3), "label": np.array([0, 10])}
     write_parquet(folder / f"{split}-00000-of-00001.parquet", columns)
-    with pytest.raises(InvalidData, match=r"sample 1 has label 10.*labelled 0 to 9"):
+    with pytest.raises(InvalidData, match=rf"{split}-0.*parquet: sample 1 has label 10.*0 to 9"):
         data.load("cifar10", data_dir=root)
 
 

@@ -52,6 +52,8 @@ class Draft:
     dtype: str = "uint8"
     owners: NDArray[Any] | None = None
     tokenizer: bytes = b""
+    where: str = ""
+    """The file the samples come from, for errors about them."""
 
 
 def normalise(pixels: NDArray[np.uint8], facts: Facts) -> NDArray[np.float32]:

@@ -14,11 +14,10 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def uniform(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+def uniform(n_draws: int, rng: np.random.Generator) -> Floats:
     """Uniform draws in (0, 1]: never 0, so that a logarithm may follow."""
-    n_draws = int(np.prod(shape))
     bits = np.asarray(rng.bit_generator.random_raw(n_draws), np.uint64) >> np.uint64(11)
-    return ((bits.astype(np.float64) + 1.0) * 2.0**-53).reshape(shape)
+    return (bits.astype(np.float64) + 1.0) * 2.0**-53
 
 
 def shuffled(values: Ints, rng: np.random.Generator) -> Ints:
@@ -27,7 +26,7 @@ def shuffled(values: Ints, rng: np.random.Generator) -> Ints:
     return values[np.argsort(bits, kind="stable")]
 
 
-def log_gamma_draws(shape: float, size: tuple[int, ...], rng: np.random.Generator) -> Floats:
+def log_gamma_draws(shape: float, n_draws: int, rng: np.random.Generator) -> Floats:
     """Logarithms of Gamma(``shape``) draws.
 
     Marsaglia and Tsang (2000) for shape + 1, brought down by U^(1/shape). The logarithm matters:
@@ -35,23 +34,23 @@ def log_gamma_draws(shape: float, size: tuple[int, ...], rng: np.random.Generato
     """
     d = shape + 1.0 - 1.0 / 3.0
     c = 1.0 / np.sqrt(9.0 * d)
-    draws = np.full(int(np.prod(size)), np.nan)
-    missing = np.arange(len(draws))
+    logs = np.empty(n_draws)
+    missing = np.arange(n_draws)
     while len(missing):
-        u, v, w = uniform(rng, (3, len(missing)))
+        u, v, w = (uniform(len(missing), rng) for _ in range(3))
         normal = np.sqrt(-2.0 * np.log(u)) * np.cos(2.0 * np.pi * v)
         cube = np.maximum(1.0 + c * normal, 0.0) ** 3
         # log(0) is -inf, which is never accepted: exactly what a negative cube needs.
         with np.errstate(divide="ignore"):
             log_cube = np.log(cube)
             accepted = np.log(w) < 0.5 * normal**2 + d - d * cube + d * log_cube
-        draws[missing[accepted]] = np.log(d) + log_cube[accepted]
+        logs[missing[accepted]] = np.log(d) + log_cube[accepted]
         missing = missing[~accepted]
-    return draws.reshape(size) + np.log(uniform(rng, size)) / shape
+    return logs + np.log(uniform(n_draws, rng)) / shape
 
 
-def dirichlet_rows(n_rows: int, n_parts: int, alpha: float, rng: np.random.Generator) -> Floats:
-    """Rows of Dirichlet(alpha, …, alpha) proportions over ``n_parts``."""
-    logs = log_gamma_draws(alpha, (n_rows, n_parts), rng)
-    weights = np.exp(logs - logs.max(axis=1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+def dirichlet(alpha: float, n_parts: int, rng: np.random.Generator) -> Floats:
+    """Proportions over ``n_parts`` from Dirichlet(alpha, …, alpha)."""
+    logs = log_gamma_draws(alpha, n_parts, rng)
+    weights = np.exp(logs - logs.max())
+    return np.asarray(weights / weights.sum())

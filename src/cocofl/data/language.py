@@ -48,6 +48,7 @@ def imdb(origin: Origin, preset: str) -> Iterator[Drafts]:
             [text.encode(tokenizer, texts[split], IMDB_LENGTH)],
             dtype="uint16",
             tokenizer=tokenizer,
+            where=f"{origin} ({split})",
         )
         for split in SPLITS
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,10 @@ def read_own(name: str, folder: Path | None) -> tuple[dict[str, Draft], str]:
         )
     num_classes = 1 + max(int(arrays.labels.max()) for arrays in splits.values())
     vocab_size = 1 + max(int(arrays.inputs.max()) for arrays in splits.values())
-    drafts = {split: _draft(arrays, num_classes, vocab_size) for split, arrays in splits.items()}
+    drafts = {
+        split: replace(_draft(arrays, num_classes, vocab_size), where=f"{name}, {split}")
+        for split, arrays in splits.items()
+    }
     return drafts, _checksum(splits)
 
 

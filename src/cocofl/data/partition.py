@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cocofl.data.draws import Floats, Ints, dirichlet_rows, shuffled
+from cocofl.data import draws
+from cocofl.data.draws import Floats, Ints, shuffled
 from cocofl.errors import InvalidPartition
 from cocofl.rng import stream
 
@@ -269,14 +270,20 @@ def _draw(
 ) -> tuple[Ints, Ints]:
     """Order ``samples`` part by part, within a part class by class; with the size of each part."""
     class_sizes = np.bincount(codes)
-    shares = dirichlet_rows(len(class_sizes), n_parts, alpha, rng)
-    cuts = np.floor(np.cumsum(shares, axis=1) * class_sizes[:, None] + 0.5).astype(np.int64)
-    cuts[:, -1] = class_sizes
-    counts = np.diff(np.minimum(cuts, class_sizes[:, None]), axis=1, prepend=0)
+    counts = np.stack([_apportion(int(n), n_parts, alpha, rng) for n in class_sizes])
     # `samples` arrive shuffled and the sort is stable, so which samples of a class is random too.
     by_class = samples[_stable_argsort(codes)]
     part_of = np.repeat(np.tile(np.arange(n_parts), len(class_sizes)), counts.ravel())
     return by_class[_stable_argsort(part_of)], counts.sum(axis=0)
+
+
+def _apportion(n_samples: int, n_parts: int, alpha: float, rng: np.random.Generator) -> Ints:
+    """How many of ``n_samples`` go to each part, in Dirichlet proportions."""
+    ends = np.floor(np.cumsum(draws.dirichlet(alpha, n_parts, rng)) * n_samples + 0.5)
+    ends[-1] = n_samples
+    sizes = np.minimum(ends, n_samples).astype(np.int64)
+    sizes[1:] -= sizes[:-1].copy()
+    return sizes
 
 
 # --- cutting -----------------------------------------------------------------------------------

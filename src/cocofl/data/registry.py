@@ -204,7 +204,7 @@ def listing(
         return replace(known, place=source.how_to_get or get)
     folder = Path(cache_dir) if cache_dir is not None else origins.cache_dir()
     paths = _cache_paths(name, "standard", origin, folder)
-    place = f"with {source.package}" if source.package else str(origin)
+    place = f"with {source.package}" if source.package else str(origin.folder or origin.hub)
     try:
         train, test = (open_split(paths[split]) for split in SPLITS)
     except InvalidData:
@@ -235,10 +235,16 @@ def _load_or_build(
             return {name: open_split(path, verify=True) for name, path in paths.items()}
         except InvalidData as error:
             logger.warning("rebuilding a broken cache: %s", error)
-    with build() as drafts:
-        statistics = write_split(paths["train"], drafts["train"])
-        facts = replace(drafts["test"].facts, mean=statistics.mean, std=statistics.std)
-        write_split(paths["test"], replace(drafts["test"], facts=facts))
+    try:
+        with build() as drafts:
+            statistics = write_split(paths["train"], drafts["train"])
+            facts = replace(drafts["test"].facts, mean=statistics.mean, std=statistics.std)
+            write_split(paths["test"], replace(drafts["test"], facts=facts))
+    except OSError as error:
+        raise InvalidData(
+            f"could not convert the data into {paths['train'].parent}: {error}. Is there space, "
+            f"and may you write there? {origins.CACHE_VARIABLE} names another folder."
+        ) from error
     return {name: open_split(path) for name, path in paths.items()}
 
 

@@ -80,7 +80,7 @@ def write_split(path: Path, draft: Draft) -> Facts:
     The file gets its name only once it is complete and on the disk, so a process that dies on the
     way leaves a stray temporary file and never half a split.
     """
-    labels = check_labels(draft.labels, draft.facts.num_classes, path.name)
+    labels = check_labels(draft.labels, draft.facts.num_classes, draft.where or path.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -164,6 +164,7 @@ def _image_draft(
         shape,
         images.decode_all(table.encoded_images(image_column), shape, table.where, resize=resize),
         owners=owner_codes,
+        where=table.where,
     )
 
 
@@ -204,6 +205,7 @@ def _leaf_draft(folder: Path, split: str) -> Draft:
         (32, 32, 1),
         (images.resize_grey(pixels[i : i + 10_000], 32, 32) for i in range(0, len(pixels), 10_000)),
         owners=writer_codes,
+        where=f"{files[0].parent}",
     )
 
 
