@@ -97,7 +97,7 @@ def _prepare_linear(linear_map: LinearMap) -> Prepared:
 
 
 def _missing() -> str | None:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return "this build of PyTorch has no oneDNN"
     if not hasattr(torch.ops.onednn, "qconv2d_pointwise"):
         return "this build of PyTorch has no int8 oneDNN operators (they exist on x86 only)"
