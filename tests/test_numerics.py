@@ -15,9 +15,9 @@ from cocofl.numerics import (
     quantize_weight,
 )
 
-numbers = st.lists(
-    st.floats(-1e4, 1e4, allow_nan=False, width=32), min_size=1, max_size=40
-).map(torch.tensor)
+numbers = st.lists(st.floats(-1e4, 1e4, allow_nan=False, width=32), min_size=1, max_size=40).map(
+    torch.tensor
+)
 steps = st.floats(1e-3, 1e3)
 zero_points = st.sampled_from([0, 1, 100, 128, 255])
 

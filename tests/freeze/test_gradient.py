@@ -19,7 +19,9 @@ EXACT = Grid(1.0, 128)
 
 
 def integers(low: int, high: int, *shape: int, seed: int) -> Tensor:
-    return torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
+    return torch.randint(
+        low, high + 1, shape, generator=torch.Generator().manual_seed(seed)
+    ).float()
 
 
 def exact_weight(out: int, per_group: int, groups: int, kernel: tuple[int, ...]) -> Tensor:
