@@ -35,3 +35,15 @@ class InvalidState(CocoflError):
 
 class InvalidSetting(CocoflError):
     """An argument with a value that is not one of those it can take."""
+
+
+class DataNotFound(CocoflError):
+    """A data set that is neither in the given folder, nor on the Hub, nor among the names known."""
+
+
+class InvalidData(CocoflError):
+    """Data that was found but cannot be what it claims: columns, labels, shapes, sizes."""
+
+
+class InvalidPartition(CocoflError):
+    """Samples cannot be dealt to devices as asked: alpha, device count, groups."""
