@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cocofl import BlockChain, Role, Span, all_spans, chain_state, freeze, split
+from cocofl.freeze import lowering
 from cocofl.freeze.kernels import KERNELS
 from tests.freeze.networks import NETWORKS
 
@@ -46,27 +48,6 @@ def step(net: nn.Module, inputs: tuple[Tensor, ...], keys: set[str]) -> Result:
         if key is not None and parameter.grad is not None:
             found.gradients[key] = parameter.grad
     return found
-
-
-def plain(chain: BlockChain, span: Span, inputs: tuple[Tensor, ...], *, evaluate: bool) -> Result:
-    """Plain PyTorch with ``requires_grad=False`` outside the span, there in eval mode if asked."""
-    chain = copy.deepcopy(chain).train()
-    for index, block in enumerate(chain.blocks):
-        if span.role(index) is not Role.TRAINED:
-            block.requires_grad_(False)
-            block.train(not evaluate)
-    keys = trained_keys(chain, span)
-    try:  # channels last, so that dropout draws the same elements
-        last = [
-            x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in inputs
-        ]
-        return step(chain.to(memory_format=torch.channels_last), tuple(last), keys)
-    except RuntimeError:  # but ``view`` asks for channels first
-        return step(chain.to(memory_format=torch.contiguous_format), inputs, keys)
-
-
-def trained_keys(chain: BlockChain, span: Span) -> set[str]:
-    return {key for i in range(span.start, span.stop) for key in chain.block_keys(i)}
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -117,8 +98,54 @@ def some_spans(n: int) -> list[Span]:
     return [Span(0, 1), Span(n // 2 - 1, n // 2 + 1), Span(n - 1, n)]
 
 
-def prepared(name: str) -> tuple[BlockChain, tuple[Tensor, ...]]:
-    """A chain of this network whose norms have the statistics of its input."""
+@dataclass(frozen=True)
+class Case:
+    """A network split into blocks, and a copy of it that no code of ours has touched since."""
+
+    chain: BlockChain
+    copy: BlockChain
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def spans(self) -> list[Span]:
+        return some_spans(len(self.chain))
+
+    def keys(self, span: Span) -> set[str]:
+        return {key for i in range(span.start, span.stop) for key in self.chain.block_keys(i)}
+
+    def frozen(self, span: Span, **options: Any) -> Result:
+        return step(freeze(self.chain, span, **options), self.inputs, self.keys(span))
+
+    def plain(self, span: Span, *, evaluate: bool) -> Result:
+        """Plain PyTorch with ``requires_grad=False``, and if asked eval mode, outside the span."""
+        self.copy.load_state_dict(self.chain.state_dict())
+        for index, block in enumerate(self.copy.blocks):
+            trained = span.role(index) is Role.TRAINED
+            block.requires_grad_(trained).train(trained or not evaluate)
+        self.copy.zero_grad()
+        try:  # channels last, so that dropout draws the same elements
+            self.copy.to(memory_format=torch.channels_last)
+            return step(self.copy, tuple(map(channels_last, self.inputs)), self.keys(span))
+        except RuntimeError:  # but ``view`` asks for channels first
+            self.copy.to(memory_format=torch.contiguous_format)
+            return step(self.copy, self.inputs, self.keys(span))
+
+    def measured(self) -> dict[str, Tensor]:
+        """The state with the scales that training all of the chain measures."""
+        net = freeze(self.chain, Span(0, len(self.chain)), variant="f")
+        net.measure_scales()
+        step(net, self.inputs, set())
+        own, tensors = chain_state(self.chain), net.update().tensors
+        return own | {key: tensor for key, tensor in tensors.items() if key not in own}
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+
+@cache
+def case(name: str) -> Case:
+    """The network with norms that know the statistics of its input."""
     network = NETWORKS[name]
     torch.manual_seed(0)
     model = network.build().train()
@@ -130,36 +157,45 @@ def prepared(name: str) -> tuple[BlockChain, tuple[Tensor, ...]]:
         model(*[x.clone() for x in network.inputs])
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
-    return split(model, network.inputs), network.inputs
+    chain = split(model, network.inputs)
+    return Case(chain, copy.deepcopy(chain), network.inputs)
 
 
-def measured(chain: BlockChain, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The chain's state with the scales that training all of it measures."""
-    net = freeze(chain, Span(0, len(chain)), variant="f")
-    net.measure_scales()
-    step(net, inputs, set())
-    own, tensors = chain_state(chain), net.update().tensors
-    return own | {key: tensor for key, tensor in tensors.items() if key not in own}
+@cache
+def fused(name: str, span: Span) -> Result:
+    return case(name).frozen(span, variant="ff")
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_float_variants_equal_plain_pytorch(name):
-    chain, inputs = prepared(name)
-    for span in some_spans(len(chain)):
-        keys = trained_keys(chain, span)
-        only_freezing = step(freeze(chain, span, variant="f"), inputs, keys)
-        assert_close(only_freezing, plain(chain, span, inputs, evaluate=False), 1e-6)
-        fused = step(freeze(chain, span, variant="ff"), inputs, keys)
-        assert_close(fused, plain(chain, span, inputs, evaluate=True), 1e-4)
+def test_freezing_alone_equals_plain_pytorch(name):
+    for span in case(name).spans:
+        expected = case(name).plain(span, evaluate=False)
+        assert_close(case(name).frozen(span, variant="f"), expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_fusion_equals_plain_pytorch_in_eval_mode(name):
+    for span in case(name).spans:
+        assert_close(fused(name, span), case(name).plain(span, evaluate=True), 1e-4)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_stays_in_float_is_exact(name, monkeypatch):
+    """With no layer quantized, an int8 region computes what the fused blocks compute."""
+    monkeypatch.setattr(lowering, "is_plain", lambda *_: False)
+    monkeypatch.setattr(lowering, "_CONCATENATIONS", set())
+    monkeypatch.setattr(lowering, "_LOWERED", {})
+    for span in case(name).spans:
+        assert_close(case(name).frozen(span, backend="reference"), fused(name, span), 1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_int8_is_near_float32(name, backend):
-    chain, inputs = prepared(name)
-    for span in some_spans(len(chain)):
-        keys = trained_keys(chain, span)
-        expected = step(freeze(chain, span, variant="ff"), inputs, keys)
-        for state in (None, measured(chain, inputs)):
-            net = freeze(chain, span, backend=backend, state=state)
-            assert_near(step(net, inputs, keys), expected)
+    state = case(name).measured()
+    for span in case(name).spans:
+        expected = fused(name, span)
+        assert_near(case(name).frozen(span, backend=backend), expected)
+        # Measured on this very batch, the scales need no headroom.
+        known = case(name).frozen(span, backend=backend, state=state, headroom=1.0)
+        assert_near(known, expected)
