@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-IMAGE = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+IMAGE = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 SEQUENCE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(2))
 VECTOR = torch.randn(6, 8, generator=torch.Generator().manual_seed(3))
 SIGNAL = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(4))
@@ -805,7 +805,7 @@ class TiedLanguageModel(nn.Module):
         return self.out(self.norm(x)) - self.embedding(x)
 
 
-@whole(IMAGE, VECTOR[:3])
+@whole(IMAGE, VECTOR[:5])
 class TwoInputs(nn.Module):
     """A second input that joins in at the end of the first block."""
 
