@@ -67,10 +67,11 @@ def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:
         else:
             # The operator overwrites its addend, which others may still need.
             if out is None:
-                added, step, middle = as_float(addend).clone(), 1.0, 0
+                added, step, middle = as_float(addend), 1.0, 0
             else:
                 assert isinstance(addend, Codes), "oneDNN adds float32 only to a float32 output"
-                added, step, middle = addend.values.clone(), *astuple(addend.grid)
+                added, step, middle = addend.values, *astuple(addend.grid)
+            added = added.clone(memory_format=torch.channels_last)
             y = binary(*head, added, *tail, step, middle, "sum", 1.0, relu, [], "")
         return y if out is None else Codes(y, out)
 
