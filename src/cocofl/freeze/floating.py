@@ -44,9 +44,9 @@ def fused(block: nn.Module, flat: Container[str] = ()) -> nn.Module:
             continue
         assert isinstance(norm, _BatchNorm)
         if is_plain(layer, nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            twins[path] = modules[path] = fuse_conv_bn_eval(layer, norm)  # type: ignore[type-var]
+            twins[path] = modules[path] = fuse_conv_bn_eval(layer, norm)
         elif is_plain(layer, nn.Linear) and layer_node.name in flat:
-            twins[path] = modules[path] = fuse_linear_bn_eval(layer, norm)  # type: ignore[type-var]
+            twins[path] = modules[path] = fuse_linear_bn_eval(layer, norm)
         else:
             continue
         norm_node.replace_all_uses_with(layer_node)

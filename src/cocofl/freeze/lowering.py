@@ -25,7 +25,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from cocofl.chain import BlockChain, Wiring, graph_block
-from cocofl.chain.trace import is_layer
 from cocofl.errors import CannotLower, CannotSplit, InvalidExample
 from cocofl.freeze.twins import twin
 
@@ -555,8 +554,9 @@ def _only_moves(node: fx.Node, block: nn.Module) -> bool:
     )
 
 
-def _convertible(layer: nn.Conv2d) -> bool:
+def _convertible(layer: nn.Module) -> bool:
     """Whether a convolution is a plain one whose gradient is a convolution again."""
+    assert isinstance(layer, nn.Conv2d)
     strided, dilated = set(layer.stride) != {1}, set(layer.dilation) != {1}
     return (
         layer.padding_mode == "zeros"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cocofl.chain import BlockChain, Wiring
-from cocofl.errors import InvalidSetting
+from cocofl.errors import CannotLower, InvalidSetting
 from cocofl.freeze.floating import fused, with_batch_statistics
 from cocofl.freeze.kernels import kernel, safe_weight_bits
 from cocofl.freeze.lean import lean_blocks
@@ -292,6 +293,12 @@ def _integer_part(
                 taken[name] = value
         many = len(wiring.outputs) > 1
         produced.update(zip(wiring.outputs, low.outputs if many else [low.outputs], strict=True))
+    for one, other in combinations(taken, 2):
+        if taken[one] == taken[other]:
+            raise CannotLower(
+                f"{one!r} and {other!r} are one value once dropout is gone, but block "
+                f"{blocks.start} takes both; hand on one of them"
+            )
     if blocks.stop == len(chain):
         outputs = chain.wiring[-1].outputs
     else:
