@@ -534,3 +534,9 @@ def test_the_last_linear_layer_is_never_quantized():
     passing = [row for row in net.describe() if row.role == "passing"]
     assert [row.kernel for row in passing if row.operation == "Linear"] == ["float32"] * 2
     assert "linear 8→8" in [row.operation for row in passing if row.kernel == "reference"]
+
+
+def test_a_convolution_at_the_end_is_quantized():
+    chain = split(nn.Sequential(stem(), conv(8, 8), conv(8, 4)), IMAGE)
+    rows = freeze(chain, Span(0, 1), backend="reference").describe()
+    assert [row.kernel for row in rows if row.role == "passing"] == ["reference"] * 2
