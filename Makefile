@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 .PHONY: demo test test-slow lint types clean
 
 demo: $(VENV)/installed
-	$(BIN)/python bench/demo.py
+	$(BIN)/python examples/one_device.py
 
 test: lint types
 	$(BIN)/pytest -m "not slow"

@@ -273,18 +273,18 @@ def _integer_parts(
     parts = []
     if span.start > 0:
         blocks = range(span.start)
-        parts.append(_integer_part(chain, blocks, Role.FROZEN, state, lowered, settings))
+        parts.append(integer_part(chain, blocks, Role.FROZEN, state, lowered, settings))
     for index in range(span.start, span.stop):
         block = twin(lean_blocks(chain)[index], state).train()
         wiring, channels_last = chain.wiring[index], lowered[index].channels_last
         parts.append(_float_part(block, Role.TRAINED, index, wiring, channels_last))
     if span.stop < len(chain):
         blocks = range(span.stop, len(chain))
-        parts.append(_integer_part(chain, blocks, Role.PASSING, state, lowered, settings))
+        parts.append(integer_part(chain, blocks, Role.PASSING, state, lowered, settings))
     return parts
 
 
-def _integer_part(
+def integer_part(
     chain: BlockChain,
     blocks: range,
     role: Role,
@@ -292,6 +292,7 @@ def _integer_part(
     lowered: Sequence[LoweredBlock],
     settings: IntegerSettings,
 ) -> Part:
+    """Consecutive frozen blocks as one int8 region."""
     produced: dict[str, Any] = {}  # by the name in the chain, what the region calls it
     taken: dict[str, str] = {}
     for index in blocks:
