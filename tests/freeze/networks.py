@@ -321,6 +321,18 @@ class WritesIntoAnother(PreActivation):
 
 
 @images
+class InPlaceUnderAnotherName(PreActivation):
+    """``+=`` changes what the other name stands for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(self.norm(x))
+        y = x
+        y += 1.0
+        y *= 0.5
+        return self.conv(x) + y
+
+
+@images
 class SharedActivation(nn.Module):
     def __init__(self) -> None:
         super().__init__()

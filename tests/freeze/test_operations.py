@@ -58,17 +58,20 @@ def together(gradients: dict[str, Tensor], keys: set[str]) -> Tensor:
     return torch.cat([gradients[key].flatten() for key in sorted(keys)])
 
 
-def assert_close(found: Result, expected: Result, tolerance: float) -> None:
-    """The same outputs in the same structure, the same gradients of the same parameters."""
-    assert str(pytree.tree_structure(found.outputs)) == str(pytree.tree_structure(expected.outputs))
-    pairs = zip(
-        pytree.tree_leaves(found.outputs), pytree.tree_leaves(expected.outputs), strict=True
-    )
-    for a, b in pairs:
+def assert_same_outputs(found: Result, expected: Result, tolerance: float) -> None:
+    structures = [str(pytree.tree_structure(result.outputs)) for result in (found, expected)]
+    assert structures[0] == structures[1]
+    leaves = [pytree.tree_leaves(result.outputs) for result in (found, expected)]
+    for a, b in zip(*leaves, strict=True):
         if isinstance(b, Tensor) and b.is_floating_point():
             assert relative_error(a, b) <= tolerance
         else:
             assert torch.equal(a, b) if isinstance(b, Tensor) else a == b
+
+
+def assert_close(found: Result, expected: Result, tolerance: float) -> None:
+    """The same outputs in the same structure, the same gradients of the same parameters."""
+    assert_same_outputs(found, expected, tolerance)
     assert found.gradients.keys() == expected.gradients.keys()
     # Some gradients are zero but for rounding (a bias before a norm): measure by the largest.
     largest = max(g.norm() for g in expected.gradients.values())
@@ -102,6 +105,7 @@ def some_spans(n: int) -> list[Span]:
 class Case:
     """A network split into blocks, and a copy of it that no code of ours has touched since."""
 
+    model: nn.Module
     chain: BlockChain
     copy: BlockChain
     state: dict[str, Tensor]
@@ -159,17 +163,25 @@ def case(name: str) -> Case:
         model(*[x.clone() for x in network.inputs])
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
-    chain = split(model, network.inputs)
+    chain = split(copy.deepcopy(model), network.inputs)
     state = chain_state(chain)
     with torch.no_grad():
         for parameter in chain.parameters():
             parameter.mul_(0.5)
-    return Case(chain, copy.deepcopy(chain), state, network.inputs)
+    return Case(model, chain, copy.deepcopy(chain), state, network.inputs)
 
 
 @cache
 def fused(name: str, span: Span) -> Result:
     return case(name).frozen(span, variant="ff")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_chain_computes_what_the_model_computes(name):
+    expected = step(case(name).model.eval(), case(name).inputs, set())
+    case(name).copy.load_state_dict(case(name).chain.state_dict() | case(name).state)
+    found = step(case(name).copy.eval(), case(name).inputs, set())
+    assert_same_outputs(found, expected, 0.0)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

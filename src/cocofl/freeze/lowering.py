@@ -425,16 +425,16 @@ def is_plain(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
 def _heads(seen: _Seen) -> frozenset[fx.Node]:
     """The classifiers: linear layers that no other layer follows. They are never quantized."""
 
-    def is_map(node: fx.Node) -> bool:
+    def calls(node: fx.Node, *kinds: type[nn.Module]) -> bool:
         if node.op != "call_module":
             return False
-        return is_plain(seen.block.get_submodule(str(node.target)), nn.Conv2d, nn.Linear)
+        return is_plain(seen.block.get_submodule(str(node.target)), *kinds)
 
     followed: set[fx.Node] = set()
     for node in reversed(seen.graph.nodes):
-        if any(user in followed or is_map(user) for user in node.users):
+        if any(user in followed or calls(user, nn.Conv2d, nn.Linear) for user in node.users):
             followed.add(node)
-    return frozenset(n for n in seen.graph.nodes if is_map(n) and n not in followed)
+    return frozenset(n for n in seen.graph.nodes if calls(n, nn.Linear) and n not in followed)
 
 
 def _lower_block(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cocofl.chain import BlockChain, Wiring
-from cocofl.errors import InvalidSetting
+from cocofl.errors import CannotLower, InvalidSetting, InvalidSpan
 from cocofl.freeze.floating import fused, with_batch_statistics
 from cocofl.freeze.kernels import kernel, safe_weight_bits
 from cocofl.freeze.lean import lean_blocks
@@ -53,10 +55,17 @@ def freeze(
     >>> sorted(net.update().tensors)
     ['2.bias', '2.weight']
     """
+    if not isinstance(chain, BlockChain):
+        raise InvalidSetting(
+            f"freeze takes a BlockChain, not a {type(chain).__name__}; "
+            "make one with cocofl.split(model, example)"
+        )
+    if not isinstance(span, Span):
+        raise InvalidSpan(f"the span is {span!r}; expected one such as cocofl.Span(2, 4)")
     span.check_fits(len(chain))
     _check_choice("variant", variant, VARIANTS)
     _check_choice("backend", backend, BACKENDS)
-    if not headroom >= 1:
+    if not 1 <= headroom < math.inf:
         raise InvalidSetting(f"headroom is {headroom}; a grid needs at least its measured range, 1")
     if weight_bits not in {None, 7, 8}:
         raise InvalidSetting(f"weight_bits is {weight_bits}; expected 7 or 8")
@@ -293,6 +302,12 @@ def integer_part(
                 taken[name] = value
         many = len(wiring.outputs) > 1
         produced.update(zip(wiring.outputs, low.outputs if many else [low.outputs], strict=True))
+    for one, other in combinations(taken, 2):
+        if taken[one] == taken[other]:
+            raise CannotLower(
+                f"{one!r} and {other!r} are one value once dropout is gone, but block "
+                f"{blocks.start} takes both; hand on one of them"
+            )
     if blocks.stop == len(chain):
         outputs = chain.wiring[-1].outputs
     else:

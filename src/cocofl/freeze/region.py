@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from cocofl.errors import InvalidSetting
+from cocofl.errors import CannotLower, InvalidSetting
 from cocofl.freeze.fusion import affine, fold
 from cocofl.freeze.gradient import InputGradient
 from cocofl.freeze.grids import Grids
@@ -64,6 +65,7 @@ class IntegerRegion:
         self._leaves: list[Any] = leaves
         self._ends = list(dict.fromkeys(x for x in leaves if isinstance(x, ValueName)))
         self.rows: list[Row] = []
+        _refuse_other_than_float32(blocks)
         operations = [op for _, lowered, _ in blocks for op in lowered.operations]
         shapes = {name: shape for _, low, _ in blocks for name, shape in low.shapes.items()}
         compiler = _Compiler(
@@ -120,18 +122,31 @@ class IntegerRegion:
             if (arrived := sink.take(step.name)) is not None:
                 step.backward(kept, arrived, sink)
         found = [sink.take(name) for name in self.inputs]
-        return [None if gradient is None else as_float(gradient) for gradient in found]
+        floats = [None if gradient is None else as_float(gradient) for gradient in found]
+        return floats if all(map(_is_finite, gradients)) else [_broken(x) for x in floats]
 
     def __call__(self, *inputs: Any) -> Any:
         """What the blocks return; differentiable in the inputs if the region is passing."""
+        # No code stands for NaN: what came of it must not look sound.
+        sound = all(map(_is_finite, inputs))
         if self.passing and torch.is_grad_enabled():
             ends = _PassThrough.apply(self, *inputs)  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 ends = self.forward(inputs)
-        values = dict(zip(self._ends, ends, strict=True))
+        values = dict(zip(self._ends, ends if sound else map(_broken, ends), strict=True))
         leaves = [values[x] if isinstance(x, ValueName) else x for x in self._leaves]
         return pytree.tree_unflatten(leaves, self._structure)
+
+
+def _is_finite(x: Any) -> bool:
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return True
+    return math.isfinite(x.detach().sum().item())
+
+
+def _broken(x: Any) -> Any:
+    return x * math.nan if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 class _PassThrough(torch.autograd.Function):
@@ -154,6 +169,16 @@ class _PassThrough(torch.autograd.Function):
                 "kept; run the network forward again (retain_graph cannot help here)"
             )
         return None, *ctx.region.backward(tape, gradients)
+
+
+def _refuse_other_than_float32(blocks: Iterable[tuple[int, LoweredBlock, fx.GraphModule]]) -> None:
+    for index, _, block in blocks:
+        for key, parameter in block.named_parameters():
+            if parameter.dtype != torch.float32:
+                raise CannotLower(
+                    f"int8 needs a float32 network, but {key!r} of block {index} is "
+                    f"{parameter.dtype}; convert it with model.float(), or use variant='ff'"
+                )
 
 
 def _last_uses(steps: Sequence[Step], outputs: Iterable[str]) -> list[list[str]]:

@@ -6,7 +6,6 @@ where an int8 operation made it, float32 elsewhere.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from cocofl.errors import InvalidExample
 from cocofl.freeze.gradient import InputGradient
 from cocofl.freeze.kernels import Prepared
 from cocofl.freeze.lowering import Activation, NodeOp
+from cocofl.freeze.twins import twin
 from cocofl.numerics import (
     LARGEST_CODE,
     MIDDLE,
@@ -375,7 +375,7 @@ def _recode(result: Any, grid: Grid) -> Any:
 def _callable(node: fx.Node, block: nn.Module) -> Callable[..., Any]:
     """What a node calls, with modules copied and put into evaluation mode."""
     if node.op == "call_module":
-        module = copy.deepcopy(block.get_submodule(str(node.target))).eval().requires_grad_(False)
+        module = twin(block.get_submodule(str(node.target)), {}).eval().requires_grad_(False)
         return module if is_layer(module) else _on_contiguous(module)
     if node.op == "call_method":
         # A view of channels-last images may not exist; nobody writes through it here.

@@ -56,7 +56,9 @@ def _copy_attributes(module: nn.Module, made: dict[int, Any]) -> None:
     own = vars(made[id(module)])
     for name, value in vars(module).items():
         if name not in _REGISTRIES and not isinstance(value, _UNCHANGED) and not _is_empty(value):
-            own[name] = copy.deepcopy(value, made)
+            # A tensor that is no parameter may be part of an autograd graph: no deepcopy.
+            is_tensor = isinstance(value, Tensor)
+            own[name] = value.detach().clone() if is_tensor else copy.deepcopy(value, made)
 
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
