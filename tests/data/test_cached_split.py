@@ -165,6 +165,8 @@ def test_a_changed_byte_is_refused_or_harmless(whole, tmp_path_factory, position
         return
     # What remains are changes to names and padding within the header; the data is intact.
     assert split.labels.tolist() == [1, 0]
+    assert split.inputs.tolist() == [[1, 2, 399], [4, 0, 0]]
+    assert split.tokenizer == b"model"
 
 
 @pytest.mark.parametrize(
