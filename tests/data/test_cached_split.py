@@ -154,19 +154,13 @@ def test_a_file_cut_anywhere_is_refused(whole, tmp_path_factory, length):
 
 @given(position=st.integers(0, 10_000), flip=st.integers(1, 255))
 @settings(max_examples=150, deadline=None)
-def test_a_changed_byte_is_refused_or_harmless(whole, tmp_path_factory, position, flip):
+def test_any_changed_byte_is_seen(whole, tmp_path_factory, position, flip):
     path = tmp_path_factory.mktemp("flip") / "split.safetensors"
     changed = bytearray(whole)
     changed[position % len(whole)] ^= flip
     path.write_bytes(changed)
-    try:
-        split = open_split(path, verify=True)
-    except InvalidData:
-        return
-    # What remains are changes to names and padding within the header; the data is intact.
-    assert split.labels.tolist() == [1, 0]
-    assert split.inputs.tolist() == [[1, 2, 399], [4, 0, 0]]
-    assert split.tokenizer == b"model"
+    with pytest.raises(InvalidData):
+        open_split(path, verify=True)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 A split is written once and memory-mapped ever after: starting an experiment costs no decoding, and
 all worker processes on a machine share one copy in the page cache. The file is an ordinary
 safetensors file (labels, owners, inputs, tokenizer) whose metadata holds the facts as JSON and a
-checksum of the data. It is written here rather than with the safetensors package because that
+checksum of everything. It is written here rather than with the safetensors package because that
 needs every array in memory at once, and maps none of them when reading into NumPy.
 
 Nothing read from a file is trusted: sizes are checked against the file before anything is
@@ -17,7 +17,6 @@ import math
 import os
 import uuid
 import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,7 +106,7 @@ def open_split(path: Path, *, verify: bool = False) -> Split:
         raise InvalidData(f"cannot read the cached split {path}: {error}") from error
     arrays, facts, checksum = _parse_header(header, size_bytes - begin, path)
     mapped = np.memmap(path, np.uint8, "r", shape=(size_bytes,)).view(np.ndarray)
-    if verify and _checksum(mapped[begin:]) != checksum:
+    if verify and _checksum(header, mapped[begin:], checksum) != checksum:
         raise InvalidData(f"{path} does not match its checksum")
     views = {
         name: mapped[begin + start : begin + stop].view(dtype).reshape(shape)
@@ -162,6 +161,7 @@ def _write(file: BinaryIO, draft: Draft, labels: NDArray[np.int64]) -> Facts:
     checksum = zlib.crc32(draft.tokenizer, checksum)
     file.write(draft.tokenizer)
     facts = moments.complete(draft.facts) if moments.n_pixels else draft.facts
+    checksum = zlib.crc32(_header(shapes, facts, 0).ljust(room), checksum)
     header = _header(shapes, facts, checksum)
     assert len(header) <= room
     file.seek(0)
@@ -285,12 +285,10 @@ def _assemble(path: Path, facts: Facts, views: dict[str, NDArray[Any]]) -> Split
     return Split(path, facts, inputs, views["labels"], views.get("owners"), tokenizer)
 
 
-def _checksum(data: NDArray[np.uint8]) -> int:
+def _checksum(header: bytes, data: NDArray[np.uint8], claimed: int) -> int:
+    """The checksum of everything in the file: the data, then the header with a checksum of 0."""
     checksum = 0
-    for piece in _pieces(data):
-        checksum = zlib.crc32(piece.data, checksum)
-    return checksum
-
-
-def _pieces(data: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
-    return (data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES))
+    for begin in range(0, len(data), CHUNK_BYTES):
+        checksum = zlib.crc32(data[begin : begin + CHUNK_BYTES].data, checksum)
+    blank = header.replace(b'"crc32":"%08x"' % claimed, b'"crc32":"00000000"', 1)
+    return zlib.crc32(blank, checksum)
