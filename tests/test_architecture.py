@@ -35,7 +35,11 @@ LEVEL = {room: level for level, floor in enumerate(FLOORS) for room in floor}
 
 # Frameworks touch only the rooms that adapt them; `import cocofl` costs torch and numpy only.
 CORE_IMPORTS = {"numpy", "torch"}
-ADAPTED_IMPORTS: dict[str, set[str]] = {}
+ADAPTED_IMPORTS: dict[str, set[str]] = {
+    "cli": {"rich", "typer"},
+    "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn"},
+    "report": {"matplotlib"},
+}
 
 
 def room_of(path: Path) -> str:
@@ -85,7 +89,7 @@ def test_frameworks_touch_only_their_adapters(path: Path) -> None:
 
 
 def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
-    heavy = "datasets flwr matplotlib pandas plotly rich scipy sklearn typer"
+    heavy = "datasets flwr matplotlib pandas PIL plotly pyarrow rich scipy sklearn typer"
     code = f"import sys, cocofl; print([m for m in {heavy.split()} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

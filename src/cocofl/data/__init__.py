@@ -1,0 +1,32 @@
+"""Data sets, ready to train on, and who holds which part of them.
+
+>>> from cocofl.data import load, partition
+>>> data = load("digits")                                                        # doctest: +SKIP
+>>> groups = partition.equal_groups(30, n_groups=3, seed=0)                      # doctest: +SKIP
+>>> split = partition.resource_correlated(                                       # doctest: +SKIP
+...     data.train.labels, 30, seed=0, alpha=0.1, groups=groups)
+"""
+
+from cocofl.data import partition
+from cocofl.data.draft import Facts, normalise
+from cocofl.data.partition import Partition
+from cocofl.data.registry import REGISTRY, DataSet, Listing, listing, load
+from cocofl.data.rules import RULES, Rule, divide
+from cocofl.data.split import Split, open_split
+
+__all__ = [
+    "REGISTRY",
+    "RULES",
+    "DataSet",
+    "Facts",
+    "Listing",
+    "Partition",
+    "Rule",
+    "Split",
+    "divide",
+    "listing",
+    "load",
+    "normalise",
+    "open_split",
+    "partition",
+]

@@ -1,0 +1,163 @@
+"""The adapter to Hugging Face ``datasets``: tables from local parquet and CSV, or from the Hub."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cocofl.data.origin import Origin
+from cocofl.errors import DataNotFound, InvalidData
+
+BATCH_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows with named columns, every access checked; ``where`` names them in errors."""
+
+    rows: datasets.Dataset
+    where: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def column(self, *names: str) -> str:
+        """The first of ``names`` that exists."""
+        for name in names:
+            if name in self.rows.column_names:
+                return name
+        raise InvalidData(
+            f"{self.where} has the columns {', '.join(self.rows.column_names)}; "
+            f"expected {' or '.join(names)}. Is this the right file for this data set?"
+        )
+
+    def has(self, *names: str) -> bool:
+        """Whether all of these columns exist."""
+        return set(names) <= set(self.rows.column_names)
+
+    def ints(self, name: str) -> NDArray[np.int64]:
+        """A column of integers, none missing."""
+        column = self._arrow(name)
+        if not pa.types.is_integer(column.type) or column.null_count:
+            raise InvalidData(
+                f"{self.where}: column {name} holds {column.type} with {column.null_count} values "
+                "missing; expected an integer in every row"
+            )
+        return np.asarray(column.to_numpy(), np.int64)
+
+    def strings(self, name: str) -> list[str]:
+        """A column of text or identifiers, none missing."""
+        column = self._arrow(name)
+        simple = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+        if not (simple or pa.types.is_integer(column.type)) or column.null_count:
+            raise InvalidData(
+                f"{self.where}: column {name} holds {column.type} with {column.null_count} values "
+                "missing; expected text in every row"
+            )
+        return [str(value) for value in column.to_pylist()]
+
+    def class_names(self, name: str) -> tuple[str, ...]:
+        """The names that come with a label column; empty when it has none."""
+        return tuple(getattr(self.rows.features[name], "names", ()))
+
+    def encoded_images(self, name: str) -> Iterator[bytes]:
+        """The image files of a column, a batch in memory at a time."""
+        try:
+            column = self.rows.select_columns([name]).cast_column(
+                name, datasets.Image(decode=False)
+            )
+        except (TypeError, ValueError, NotImplementedError, pa.ArrowInvalid) as error:
+            raise InvalidData(
+                f"{self.where}: column {name} holds {self.rows.features[name]}; expected images"
+            ) from error
+        for begin in range(0, len(column), BATCH_ROWS):
+            for offset, cell in enumerate(column[begin : begin + BATCH_ROWS][name]):
+                # A path inside a file could name anything on this machine; only bytes are taken.
+                if cell is None or cell["bytes"] is None:
+                    raise InvalidData(
+                        f"{self.where}: row {begin + offset} has no image bytes in column {name}"
+                    )
+                yield cell["bytes"]
+
+    def take(self, rows: NDArray[np.int64]) -> Table:
+        """Some of the rows."""
+        return Table(self.rows.select(rows), self.where)
+
+    def _arrow(self, name: str) -> pa.ChunkedArray:
+        return self.rows.select_columns([self.column(name)]).with_format("arrow")[:][name]
+
+
+@contextmanager
+def open_tables(origin: Origin, splits: Sequence[str]) -> Iterator[dict[str, Table]]:
+    """The tables of some splits, from a local folder or from the Hub, while the context lasts."""
+    if origin.folder is None:
+        yield {split: hub_table(origin.hub, split) for split in splits}
+        return
+    files = {split: origin.files(split) for split in splits}
+    for split, found in files.items():
+        if not found:
+            raise DataNotFound(
+                f"{origin.folder} has no file named {split}.parquet or {split}-*.parquet, "
+                "at any depth; a folder must look like the data set's repository on the Hub"
+            )
+    with local_tables(**files) as tables:
+        yield tables
+
+
+@contextmanager
+def local_tables(**splits: Sequence[Path]) -> Iterator[dict[str, Table]]:
+    """Open local parquet or CSV files, one table per keyword, while the context lasts.
+
+    ``datasets`` maps its own converted copy; that goes to a temporary folder and away with the
+    context, so that it neither fills the user's disk nor outlives a change of the files.
+    """
+    with tempfile.TemporaryDirectory(prefix="cocofl-") as scratch, _no_progress_bars():
+        yield {split: _open_files(files, scratch) for split, files in splits.items()}
+
+
+def hub_table(repository: str, split: str) -> Table:
+    """Download one split from the Hub, or take it from the Hub's own cache."""
+    try:
+        rows = datasets.load_dataset(repository, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataNotFound(
+            f"could not load {repository} ({split}) from the Hub: {error}. Check the network, or "
+            f"put its files into FOLDER/{repository} and say --data-dir FOLDER (or COCOFL_DATA)."
+        ) from error
+    return Table(rows, f"{repository} ({split}) on the Hub")
+
+
+def _open_files(files: Sequence[Path], scratch: str) -> Table:
+    assert files
+    kind = "csv" if files[0].suffix == ".csv" else "parquet"
+    where = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+    try:
+        rows = datasets.load_dataset(
+            kind, data_files=[str(path) for path in files], split="train", cache_dir=scratch
+        )
+    except (OSError, ValueError, RuntimeError, pa.ArrowException) as error:
+        cause: Any = error.__cause__ or error
+        raise InvalidData(
+            f"cannot read {where} as {kind}: {cause}. Is the file complete? Fetch it again."
+        ) from error
+    return Table(rows, where)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()

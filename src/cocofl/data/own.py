@@ -1,0 +1,109 @@
+"""The user's own data: a function that returns arrays, and nothing else to write or register."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cocofl.data.draft import SPLITS, Draft, Facts
+from cocofl.data.functions import import_function
+from cocofl.data.rows import owners as number_owners
+from cocofl.errors import InvalidData
+
+MAX_TOKEN_ID = 2**16 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrays:
+    inputs: NDArray[Any]
+    labels: NDArray[Any]
+    owners: NDArray[Any] | None
+
+
+def read_own(name: str, folder: Path | None) -> tuple[dict[str, Draft], str]:
+    """Call ``package.module:function`` with the data folder; drafts, and a checksum of them all.
+
+    The function returns ``{"train": (inputs, labels), "test": (inputs, labels)}``, each tuple with
+    the owners of the samples as a third item if there are any. Inputs are uint8 images
+    (n, height, width, 1 or 3) or integer token ids (n, length).
+    """
+    made = import_function(name)(folder)
+    if not isinstance(made, Mapping) or not set(SPLITS) <= set(made):
+        raise InvalidData(
+            f"{name} returned {type(made).__name__}; expected a dict with train and test, "
+            "each a tuple (inputs, labels) or (inputs, labels, owners)"
+        )
+    splits = {split: _checked(made[split], f"{name}, {split}") for split in SPLITS}
+    if splits["train"].inputs.shape[1:] != splits["test"].inputs.shape[1:]:
+        raise InvalidData(
+            f"{name}: train has samples of {splits['train'].inputs.shape[1:]}, "
+            f"test of {splits['test'].inputs.shape[1:]}; they must be alike"
+        )
+    num_classes = 1 + max(int(arrays.labels.max()) for arrays in splits.values())
+    vocab_size = 1 + max(int(arrays.inputs.max()) for arrays in splits.values())
+    drafts = {
+        split: replace(_draft(arrays, num_classes, vocab_size), where=f"{name}, {split}")
+        for split, arrays in splits.items()
+    }
+    return drafts, _checksum(splits)
+
+
+def _checked(made: Any, where: str) -> _Arrays:
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise InvalidData(
+            f"{where}: expected (inputs, labels) or (inputs, labels, owners), "
+            f"got {type(made).__name__}"
+        )
+    inputs, labels = np.asarray(made[0]), np.asarray(made[1])
+    owners = np.asarray(made[2]) if len(made) == 3 else None
+    image = inputs.dtype == np.uint8 and inputs.ndim == 4 and inputs.shape[-1] in (1, 3)
+    text = inputs.dtype.kind in "iu" and inputs.ndim == 2
+    if not (image or text):
+        raise InvalidData(
+            f"{where}: inputs are {inputs.dtype} of shape {inputs.shape}; expected uint8 images "
+            "(n, height, width, 1 or 3) or integer token ids (n, length)"
+        )
+    if not len(inputs) or labels.shape != (len(inputs),) or labels.dtype.kind not in "iu":
+        raise InvalidData(
+            f"{where}: {len(inputs)} inputs and labels of {labels.dtype} and shape "
+            f"{labels.shape}; expected at least one sample, and one integer label each"
+        )
+    if text and not 0 <= inputs.min() <= inputs.max() <= MAX_TOKEN_ID:
+        raise InvalidData(f"{where}: token ids must lie between 0 and {MAX_TOKEN_ID}")
+    if owners is not None and owners.shape != labels.shape:
+        raise InvalidData(f"{where}: {len(labels)} labels, but owners of shape {owners.shape}")
+    return _Arrays(inputs, labels, owners)
+
+
+def _draft(arrays: _Arrays, num_classes: int, vocab_size: int) -> Draft:
+    codes, names = None, tuple[str, ...]()
+    if arrays.owners is not None:
+        codes, names = number_owners([str(owner) for owner in arrays.owners])
+    image = arrays.inputs.ndim == 4
+    facts = Facts(
+        "image" if image else "text",
+        tuple(str(label) for label in range(num_classes)),
+        channels=arrays.inputs.shape[-1] if image else 0,
+        vocab_size=0 if image else vocab_size,
+        owner_kind="owner" if names else "",
+        owner_names=names,
+    )
+    dtype = "uint8" if image else "uint16"
+    inputs = [arrays.inputs.astype(dtype)]
+    return Draft(facts, arrays.labels, arrays.inputs.shape[1:], inputs, dtype, owners=codes)
+
+
+def _checksum(splits: dict[str, _Arrays]) -> str:
+    checksum = 0
+    for arrays in splits.values():
+        for array in (arrays.inputs, arrays.labels, arrays.owners):
+            if array is not None:
+                checksum = zlib.crc32(f"{array.dtype}{array.shape}".encode(), checksum)
+                checksum = zlib.crc32(array.tobytes(), checksum)
+    return f"{checksum:08x}"

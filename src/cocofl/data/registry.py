@@ -1,0 +1,268 @@
+"""The data sets by name, and loading them: from the cache, else from their origin."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from cocofl.data import origin as origins
+from cocofl.data.draft import SPLITS, Draft, Facts
+from cocofl.data.functions import import_function
+from cocofl.data.origin import Origin
+from cocofl.data.own import read_own
+from cocofl.data.split import Split, open_split, write_split
+from cocofl.errors import DataNotFound, InvalidData
+
+logger = logging.getLogger("cocofl.data")
+
+PRESETS = ("standard", "paper")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set that can be loaded by name."""
+
+    build: str
+    """The function that reads it, named like a user's own: its libraries are imported only when
+    something has to be built, for a warm start needs none of them."""
+    samples: tuple[int, int]
+    """How many there are to train and to test, as published; what is here may be less."""
+    num_classes: int
+    task: Literal["image", "text"]
+    hub: str = ""
+    """The repository on the Hub, also the folder to look for; empty when the Hub has none."""
+    folders: tuple[str, ...] = ()
+    """Other folders it may be in below the data folder, in formats of its own."""
+    package: str = ""
+    """Set when the data ships with a Python package."""
+    how_to_get: str = ""
+
+
+REGISTRY: dict[str, Source] = {
+    "digits": Source(
+        "cocofl.data.digits:digits", (1_438, 359), 10, "image", package="scikit-learn"
+    ),
+    "cifar10": Source(
+        "cocofl.data.vision:cifar10", (50_000, 10_000), 10, "image", "uoft-cs/cifar10"
+    ),
+    "cifar100": Source(
+        "cocofl.data.vision:cifar100", (50_000, 10_000), 100, "image", "uoft-cs/cifar100"
+    ),
+    "cinic10": Source(
+        "cocofl.data.vision:cinic10",
+        (90_000, 90_000),
+        10,
+        "image",
+        "flwrlabs/cinic10",
+        ("cinic10", "CINIC-10"),
+    ),
+    "femnist": Source(
+        "cocofl.data.vision:femnist",
+        (651_422, 162_855),
+        62,
+        "image",
+        "flwrlabs/femnist",
+        ("femnist",),
+    ),
+    "fashion_mnist": Source(
+        "cocofl.data.vision:fashion_mnist",
+        (60_000, 10_000),
+        10,
+        "image",
+        "zalando-datasets/fashion_mnist",
+    ),
+    "xchest": Source(
+        "cocofl.data.vision:xchest",
+        (86_524, 25_596),
+        2,
+        "image",
+        folders=("nih-chest-xray",),
+        how_to_get="unpack NIH's ChestX-ray14 into FOLDER/nih-chest-xray",
+    ),
+    "imdb": Source("cocofl.data.language:imdb", (25_000, 25_000), 2, "text", "stanfordnlp/imdb"),
+    "shakespeare": Source(
+        "cocofl.data.language:shakespeare",
+        (3_311_034, 770_429),
+        82,
+        "text",
+        "flwrlabs/shakespeare",
+        ("shakespeare",),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set ready to train on and to test with."""
+
+    name: str
+    train: Split
+    test: Split
+
+    @property
+    def facts(self) -> Facts:
+        """What there is to know besides the samples: task, classes, normalisation."""
+        return self.train.facts
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is known of a data set without loading it."""
+
+    name: str
+    task: str
+    train_samples: int
+    test_samples: int
+    num_classes: int
+    state: Literal["ready", "here", "hub", "missing"]
+    """Cached; in a folder or package of this machine; on the Hub; or none of these."""
+    place: str
+    """Where it is, or how to get it."""
+
+
+def load(
+    name: str = "digits",
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    preset: str = "standard",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> DataSet:
+    """Load a data set by name, or one's own by ``package.module:function``.
+
+    From the cache if it is there, whole and made of the same files; otherwise from ``data_dir``
+    (or the folders in ``COCOFL_DATA``), or, when neither is given, from the Hub.
+    """
+    folder = Path(cache_dir) if cache_dir is not None else origins.cache_dir()
+    if ":" in name:
+        return _load_own(name, data_dir, folder / "own" / name.replace(":", "."))
+    source = find_source(name)
+    if preset not in PRESETS:
+        raise DataNotFound(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    origin = locate(name, source, data_dir)
+    paths = _cache_paths(name, preset, origin, folder)
+    splits = _load_or_build(paths, lambda: import_function(source.build)(origin, preset))
+    return DataSet(name, splits["train"], splits["test"])
+
+
+def find_source(name: str) -> Source:
+    """The registry's entry, or an error that names the nearest one."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    nearest = difflib.get_close_matches(name, REGISTRY, n=1)
+    raise DataNotFound(
+        f"no data set {name!r}{f'; did you mean {nearest[0]}?' if nearest else ''} "
+        f"Known: {', '.join(REGISTRY)}; or one's own as package.module:function"
+    )
+
+
+def locate(name: str, source: Source, data_dir: str | os.PathLike[str] | None) -> Origin:
+    """The origin a data set would be read from, or an error that says how to get it."""
+    if source.package:
+        return Origin(None, f"{source.package} {_version(source.package)}")
+    roots = origins.data_dirs(data_dir)
+    wanted = [folder for folder in (source.hub, *source.folders) if folder]
+    for root in roots:
+        for folder in wanted:
+            if (root / folder).is_dir():
+                return Origin(root / folder)
+    if roots:
+        raise DataNotFound(
+            f"{name} is not in {', '.join(str(root) for root in roots)}: looked for the folder "
+            f"{' or '.join(wanted)}. Put it there, or name another data folder (--data-dir, "
+            f"{origins.DATA_VARIABLE})"
+            + ("; with neither, it is loaded from the Hub." if source.hub else ".")
+        )
+    if not source.hub:
+        raise DataNotFound(
+            f"{name} is not on the Hub: {source.how_to_get}, then say --data-dir FOLDER "
+            f"or {origins.DATA_VARIABLE}=FOLDER"
+        )
+    return Origin(None, source.hub)
+
+
+def listing(
+    name: str,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Listing:
+    """Where a data set would come from here, and how large it is, without loading it."""
+    source = find_source(name)
+    known = Listing(name, source.task, *source.samples, source.num_classes, "missing", "")
+    roots = origins.data_dirs(data_dir)
+    try:
+        origin = locate(name, source, data_dir)
+    except DataNotFound:
+        get = f"download {source.hub} from the Hub into {roots[0]}/{source.hub}" if roots else ""
+        return replace(known, place=source.how_to_get or get)
+    folder = Path(cache_dir) if cache_dir is not None else origins.cache_dir()
+    paths = _cache_paths(name, "standard", origin, folder)
+    place = f"with {source.package}" if source.package else str(origin.folder or origin.hub)
+    try:
+        train, test = (open_split(paths[split]) for split in SPLITS)
+    except InvalidData:
+        at_hand = bool(source.package or origin.folder)
+        return replace(known, state="here" if at_hand else "hub", place=place)
+    return Listing(
+        name, source.task, len(train), len(test), train.facts.num_classes, "ready", place
+    )
+
+
+# --- caching -------------------------------------------------------------------------------------
+
+
+def _cache_paths(name: str, preset: str, origin: Origin, folder: Path) -> dict[str, Path]:
+    key = f"{preset}-{origin.fingerprint()}"
+    return {split: folder / name / f"{key}-{split}.safetensors" for split in SPLITS}
+
+
+def _load_or_build(
+    paths: dict[str, Path], build: Callable[[], AbstractContextManager[dict[str, Draft]]]
+) -> dict[str, Split]:
+    """Open all splits of a data set, or build all of them when one is missing or broken.
+
+    Together, because they share statistics and tokenizer: old and new would not fit each other.
+    """
+    if all(path.exists() for path in paths.values()):
+        try:
+            return {name: open_split(path, verify=True) for name, path in paths.items()}
+        except InvalidData as error:
+            logger.warning("rebuilding a broken cache: %s", error)
+    try:
+        with build() as drafts:
+            statistics = write_split(paths["train"], drafts["train"])
+            facts = replace(drafts["test"].facts, mean=statistics.mean, std=statistics.std)
+            write_split(paths["test"], replace(drafts["test"], facts=facts))
+    except OSError as error:
+        raise InvalidData(
+            f"could not convert the data into {paths['train'].parent}: {error}. Is there space, "
+            f"and may you write there? {origins.CACHE_VARIABLE} names another folder."
+        ) from error
+    return {name: open_split(path) for name, path in paths.items()}
+
+
+def _load_own(name: str, data_dir: str | os.PathLike[str] | None, folder: Path) -> DataSet:
+    """The user's own data, cached under a checksum of its content.
+
+    The function is called every time, since nobody else knows whether its data has changed; the
+    file serves to share the arrays between worker processes.
+    """
+    roots = origins.data_dirs(data_dir)
+    drafts, checksum = read_own(name, roots[0] if roots else None)
+    paths = {split: folder / f"{checksum}-{split}.safetensors" for split in SPLITS}
+    splits = _load_or_build(paths, lambda: nullcontext(drafts))
+    return DataSet(name, splits["train"], splits["test"])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        raise DataNotFound(f"this data ships with {package}: pip install {package}") from error

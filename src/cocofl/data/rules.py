@@ -1,0 +1,70 @@
+"""Splits by name, as an experiment file or the command line says them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cocofl.data import partition as pt
+from cocofl.data.draws import Ints
+from cocofl.data.partition import Partition
+from cocofl.data.split import Split
+from cocofl.errors import InvalidPartition
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How samples are divided over devices: a name in :data:`RULES`, and its parameters."""
+
+    name: str = "iid"
+    alpha: float = 0.1
+    """Of ``dirichlet`` and ``rc``; the others have no use for it."""
+    equal: bool = True
+    """Of ``iid``, ``dirichlet`` and ``rc``: equal shares for all, the paper's rule."""
+
+
+Divide = Callable[[Split, int, int, Rule, Ints], Partition]
+
+RULES: dict[str, Divide] = {
+    "iid": lambda data, devices, seed, rule, _groups: pt.iid(
+        data.labels, devices, seed, equal=rule.equal
+    ),
+    "dirichlet": lambda data, devices, seed, rule, _groups: pt.dirichlet(
+        data.labels, devices, seed, alpha=rule.alpha, equal=rule.equal
+    ),
+    "rc": lambda data, devices, seed, rule, groups: pt.resource_correlated(
+        data.labels, devices, seed, alpha=rule.alpha, groups=groups, equal=rule.equal
+    ),
+    "by_play": lambda data, devices, seed, rule, groups: pt.by_play(
+        _owners(data, rule), devices, seed, groups=groups
+    ),
+    "natural": lambda data, devices, seed, rule, _groups: pt.natural(
+        _owners(data, rule), devices, seed
+    ),
+}
+
+
+def divide(
+    data: Split, devices: int, seed: int, rule: Rule, groups: Sequence[int] | Ints
+) -> Partition:
+    """Divide a split over devices; ``groups`` is the group of each device."""
+    if rule.name not in RULES:
+        nearest = difflib.get_close_matches(rule.name, RULES, n=1)
+        raise InvalidPartition(
+            f"no split {rule.name!r}{f', did you mean {nearest[0]}' if nearest else ''}? "
+            f"Known: {', '.join(RULES)}"
+        )
+    return RULES[rule.name](data, devices, seed, rule, np.asarray(groups))
+
+
+def _owners(data: Split, rule: Rule) -> NDArray[np.int32]:
+    if data.owners is None:
+        raise InvalidPartition(
+            f"the {rule.name} split needs to know who owns each sample (a play, writer or "
+            "patient), and this data set does not say; use iid, dirichlet or rc"
+        )
+    return data.owners
