@@ -73,7 +73,7 @@ def splitting() -> None:
     labels = np.random.default_rng(0).integers(0, 62, 640_000)
     writers = np.random.default_rng(1).integers(0, 3550, 640_000)
     groups = pt.equal_groups(3500, 3, 0)
-    splits = {
+    splits: dict[str, Callable[[], object]] = {
         "iid": lambda: pt.iid(labels, 3500, 0),
         "dirichlet": lambda: pt.dirichlet(labels, 3500, 0, alpha=0.1),
         "dirichlet, drawn sizes": lambda: pt.dirichlet(labels, 3500, 0, alpha=0.1, equal=False),

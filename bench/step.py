@@ -45,7 +45,7 @@ def make_step(net: nn.Module, x: Tensor, y: Tensor) -> Step:
     def step() -> None:
         loss = F.cross_entropy(net(x), y)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return step

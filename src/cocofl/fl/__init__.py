@@ -1,0 +1,1 @@
+"""Federated learning itself: who trains what, and how it comes together."""
