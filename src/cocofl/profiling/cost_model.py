@@ -43,7 +43,7 @@ MEASURED_WIDTHS = 10
 
 Floats = NDArray[np.float64]
 # Taken as the noise of one measured median, and as how far a cost may be from its analytic value.
-_NOISE, _TRUST = 0.02, 0.5
+_NOISE, _TRUST = 0.02, 1.0
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def fit(work: Sequence[BlockWork], variant: str, seconds: Mapping[Span, float]) 
     for _ in range(4):  # what lies far off counts less: somebody else was at work just then
         costs = _solve(rows, measured, weights, prior, spread)
         off = np.abs(rows @ costs / measured - 1)
-        weights = 1 / (1 + (off / (2 * _NOISE)) ** 2)
+        weights = 1 / (1 + (off / (3 * _NOISE)) ** 2)
     n = len(work)
     frozen, trained, passing, gradients = np.split(costs[1:-2], [n, 2 * n, 3 * n])
     return TimeModel(
