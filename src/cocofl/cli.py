@@ -308,10 +308,11 @@ def select(
         return
     title = f"{len(spans)} of {len(found)} spans fit {budget}; {len(best)} are maximal (*)"
     columns = ("time", "memory", "upload")
-    shown = Table("", "span", *(_right(name) for name in columns), "chain", title=title)
+    shown = Table("", "span", *(_right(name) for name in columns), "chain")
     for span in spans:
         cells = (_cell(found, name, value) for name, value in _span_row(found, span).items())
         shown.add_row("*" if span in best else "", *cells, chain_picture(span, found.n_blocks))
+    print(title)
     _print_table(shown)
     print(LEGEND)
     print(found.describe())
