@@ -13,13 +13,14 @@ import numpy as np
 from cocofl import Budget, ProfileTable, all_spans
 from cocofl.fl.select import OVER, SELECTORS, select
 from cocofl.profiling import Cost
+from cocofl.profiling.table import Configuration
 
 REPEATS = 2000
 
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    costs = {
+    costs: dict[Configuration, Cost] = {
         span: Cost(len(span) * rng.uniform(0.5, 1), None, 100 * len(span), 10 * len(span))
         for span in all_spans(22)
     }
