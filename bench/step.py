@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl import KernelPlan, Span, chain_state, freeze, split
 from cocofl.freeze import VARIANTS, State
 from cocofl.models import MODELS
+from cocofl.profiling.subject import training_step
+from cocofl.profiling.timeline import peak_tensor_bytes
 
 SPANS = {
     "mobilenet": ["19:20", "17:20", "10:11", "10:14", "0:1", "0:4", "0:20"],
@@ -37,21 +37,7 @@ Step = Callable[[], object]
 Build = Callable[[], nn.Module]
 
 
-def make_step(net: nn.Module, x: Tensor, y: Tensor) -> Step:
-    """One training step: forward, zero-grad, backward, optimizer."""
-    net.train()
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
-
-    def step() -> None:
-        loss = F.cross_entropy(net(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
+def interleaved(steps: Mapping[str, Step], repeats: int) -> dict[str, list[float]]:
     """Seconds per step, one step of each in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(repeats + 2):
@@ -63,40 +49,13 @@ def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def peak_tensor_bytes(build: Build, x: Tensor, y: Tensor) -> int:
-    """The most bytes of tensors alive at once during two steps, everything counted.
-
-    The allocator's own events are added up, so the number is the same every time.
-    """
-    gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        own_x, own_y = x.clone(), y.clone()
-        step = make_step(build(), own_x, own_y)
-        gc.collect()
-        with torch.profiler.record_function("steps"):
-            step()
-            step()
-    assert profile.profiler is not None
-    events = profile.profiler.kineto_results.events()
-    (begin,) = [event.start_ns() for event in events if event.name() == "steps"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            if event.start_ns() >= begin:
-                peak = max(peak, alive)
-    return peak
-
-
 def trained_a_little(name: str, x: Tensor, y: Tensor) -> tuple[nn.Module, State]:
     """A model after a few steps, and its state with the scales that training measured."""
     torch.manual_seed(0)
     model = MODELS[name](10)
     chain = split(model, x)
     net = freeze(chain, Span(0, len(chain)), variant="f")
-    step = make_step(net, x, y)
+    step = training_step(net, (x,), y)
     for _ in range(3):
         step()
     net.measure_scales()
@@ -157,10 +116,12 @@ def main() -> None:
     builders = {"full": plain} | {
         f"{span} {variant}": builder(span, variant) for span in spans for variant in args.variants
     }
-    steps = {name: make_step(build(), x, y) for name, build in builders.items()}
+    steps = {name: training_step(build(), (x,), y) for name, build in builders.items()}
     seconds = interleaved(steps, args.repeats)
     del steps
-    peaks = {} if args.no_memory else {n: peak_tensor_bytes(b, x, y) for n, b in builders.items()}
+    peaks = (
+        {} if args.no_memory else {n: peak_tensor_bytes(b, (x,), y) for n, b in builders.items()}
+    )
 
     full = seconds["full"]
     print(f"{args.model}, batch {args.batch}, {args.threads} threads, torch {torch.__version__}")

@@ -1,39 +1,52 @@
 """CoCoFL: federated learning for devices of unequal strength."""
 
+from cocofl.budget import Budget
 from cocofl.chain import BlockChain, Wiring, split
 from cocofl.errors import (
     CannotLower,
     CannotSplit,
     CocoflError,
+    InvalidBudget,
     InvalidExample,
     InvalidModel,
     InvalidSetting,
     InvalidSpan,
     InvalidState,
+    InvalidTable,
     KernelMissing,
+    NoFeasibleSpan,
 )
+from cocofl.fl.select import feasible, maximal
 from cocofl.freeze import FrozenNet, KernelPlan, Update, chain_state, freeze
+from cocofl.profiling import ProfileTable
 from cocofl.span import Role, Span, all_spans
 
 __all__ = [
     "BlockChain",
+    "Budget",
     "CannotLower",
     "CannotSplit",
     "CocoflError",
     "FrozenNet",
+    "InvalidBudget",
     "InvalidExample",
     "InvalidModel",
     "InvalidSetting",
     "InvalidSpan",
     "InvalidState",
+    "InvalidTable",
     "KernelMissing",
     "KernelPlan",
+    "NoFeasibleSpan",
+    "ProfileTable",
     "Role",
     "Span",
     "Update",
     "Wiring",
     "all_spans",
     "chain_state",
+    "feasible",
     "freeze",
+    "maximal",
     "split",
 ]

@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +21,21 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
 from rich.table import Column, Table
 
 from cocofl import data
-from cocofl.errors import CocoflError
+from cocofl.budget import Budget, bytes_text
+from cocofl.errors import CocoflError, InvalidSetting, OtherHardware
+from cocofl.fl.select import feasible, maximal, nothing_fits
+from cocofl.profiling import ProfileTable, shipped
+from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.cost_model import fast_table
+from cocofl.profiling.sweep import Progress, sweep
+from cocofl.profiling.workspace import Settings
+from cocofl.report.pictures import LEGEND, chain_picture
+from cocofl.span import Span
 
 app = typer.Typer(
     name="cocofl",
@@ -163,6 +175,167 @@ def data_show(
     size = str(low) if low == high else f"{low} to {high}"
     print(f"{devices} devices with {size} samples each; {len(partition.remainder)} left over.")
     print(f"Chart: {path}")
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help="A registry name, or package.module:factory.")],
+    variant: Annotated[str, typer.Option(help="f, ff or qff.")] = "qff",
+    backend: Annotated[str, typer.Option(help="auto, reference, onednn or legacy.")] = "auto",
+    method: Annotated[str, typer.Option(help="span, or width for HeteroFL and FjORD.")] = "span",
+    threads: Annotated[int | None, typer.Option(help="Default: all of this machine.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples per mini-batch.")] = 32,
+    classes: Annotated[int | None, typer.Option(help="Outputs of the model.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Measure few, predict the rest.")] = False,
+    analytic: Annotated[bool, typer.Option("--analytic", help="Measure nothing: count.")] = False,
+    device: Annotated[str, typer.Option(help="For --analytic: x64 or pi4.")] = "x64",
+    out: Annotated[Path | None, typer.Option(help="Default: MODEL-VARIANT.json.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw figures (PNG and SVG); OUT is used if it exists.")
+    ] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="More tables for --plot; default: the shipped ones."),
+    ] = None,
+) -> None:
+    """Measure what every configuration of a model costs on this machine.
+
+    Ctrl-C keeps what was measured; the same command then continues.
+
+    Example: cocofl profile mobilenet --fast --threads 2 --out mobilenet.json
+    """
+    settings = Settings(
+        model, method, variant, backend, batch, threads or os.cpu_count() or 1, classes
+    )
+    kind = "width" if method == "width" else variant
+    path = out or Path(f"{model.replace(':', '.')}-{kind}.json")
+    if path.exists():
+        if plot is None:
+            raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
+    elif analytic:
+        analytic_table(settings, device).save(path)
+    else:
+        _profile(settings, path, fast=fast)
+    table = ProfileTable.load(path)
+    print(table.describe())
+    if table.error:
+        print(
+            "stated error: " + ", ".join(f"{key} {value:g}" for key, value in table.error.items())
+        )
+    if plot is not None:
+        # Drawing takes longer to import than everything else here.
+        from cocofl.report.profiles import save_profile_figures  # noqa: PLC0415
+
+        more = beside or [name for name in shipped() if f"-{model}/" in name]
+        tables = [table, *(ProfileTable.load(name) for name in more if not _same(name, kind))]
+        print("Figures: " + ", ".join(map(str, save_profile_figures(plot, tables))))
+
+
+def _same(name: str, kind: str) -> bool:
+    return name.startswith("measured:") and name.endswith(f"/{kind}")
+
+
+def _profile(settings: Settings, path: Path, *, fast: bool) -> None:
+    if fast:
+        steps: Iterator[Progress | ProfileTable] = fast_table(settings)
+    else:
+        n_blocks = len(settings.subject.chain()[0])
+        steps = sweep(settings, path, n_blocks=n_blocks)
+    last: Progress | ProfileTable | None = None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(settings.model, total=None)
+        try:
+            for last in steps:
+                if isinstance(last, Progress):
+                    bar.update(
+                        task,
+                        completed=last.done,
+                        total=last.total,
+                        description=f"{settings.model}, {_left(last.seconds_left)}",
+                    )
+        except KeyboardInterrupt:
+            done = f"{last.done} of {last.total}" if isinstance(last, Progress) else "nothing"
+            kept = "nothing is kept of a fast profile" if fast else f"{done} kept"
+            print(f"stopped: {kept}; the same command continues", file=sys.stderr)
+            raise typer.Exit(130) from None
+    if isinstance(last, ProfileTable):
+        last.save(path)
+
+
+def _left(seconds: float) -> str:
+    if not seconds >= 0:
+        return "starting"
+    return f"{seconds / 60:.0f} min left" if seconds > 90 else f"{seconds:.0f} s left"
+
+
+@app.command()
+def select(
+    table: Annotated[str, typer.Argument(help="A profile table, or measured:CPU-MODEL.")],
+    time: Annotated[str | None, typer.Option(help="0.33 of full, or 30s per round.")] = None,
+    memory: Annotated[str | None, typer.Option(help="0.33 of full, or 200MB.")] = None,
+    upload: Annotated[str | None, typer.Option(help="0.7 of full, or 1MB.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Samples per round; for a time in seconds.")
+    ] = None,
+    blocks: Annotated[int | None, typer.Option(help="Refuse another number of blocks.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show which spans fit a budget, and which of them are maximal.
+
+    Example: cocofl select mobilenet.json --time 0.33 --memory 0.33 --upload 0.7
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", OtherHardware)
+        found = ProfileTable.load(table, n_blocks=blocks)
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    budget = Budget.parse(time, memory, upload, samples)
+    spans = feasible(found, budget)
+    if not spans:
+        raise nothing_fits(found, budget)
+    best = maximal(spans)
+    if as_json:
+        _print_json(
+            {
+                "table": found.describe(),
+                "budget": str(budget),
+                "feasible": [_span_row(found, span) for span in spans],
+                "maximal": [str(span) for span in best],
+            }
+        )
+        return
+    title = f"{len(spans)} of {len(found)} spans fit {budget}; {len(best)} are maximal (*)"
+    columns = ("time", "memory", "upload")
+    shown = Table("", "span", *(_right(name) for name in columns), "chain")
+    for span in spans:
+        cells = (_cell(found, name, value) for name, value in _span_row(found, span).items())
+        shown.add_row("*" if span in best else "", *cells, chain_picture(span, found.n_blocks))
+    print(title)
+    _print_table(shown)
+    print(LEGEND)
+    print(found.describe())
+
+
+def _span_row(table: ProfileTable, span: Span) -> dict[str, Any]:
+    time, memory, upload = table.row(span)
+    return {"span": str(span), "time": time, "memory": memory, "upload": upload}
+
+
+def _cell(table: ProfileTable, name: str, value: Any) -> str:
+    """A fraction, and the amount where the table knows it."""
+    if name == "span":
+        return str(value)
+    full = {
+        "time": table.full_step_s,
+        "memory": table.full_memory_bytes,
+        "upload": table.full_upload_bytes,
+    }[name]
+    if full is None:
+        return f"{value:.3f}"
+    amount = f"{1e3 * value * full:.3g} ms" if name == "time" else bytes_text(value * full)
+    return f"{value:.3f} ({amount})"
 
 
 def _group_names(n_groups: int) -> list[str]:

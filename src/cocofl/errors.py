@@ -47,3 +47,31 @@ class InvalidData(CocoflError):
 
 class InvalidPartition(CocoflError):
     """Samples cannot be dealt to devices as asked: alpha, device count, groups."""
+
+
+class InvalidBudget(CocoflError):
+    """A budget that is negative, not a number, or not complete."""
+
+
+class InvalidTable(CocoflError):
+    """A profile table that cannot be read, or whose numbers cannot be measurements."""
+
+
+class TableMismatch(CocoflError):
+    """A profile table that does not belong to this model or cannot answer this question."""
+
+
+class NoFeasibleSpan(CocoflError):
+    """A budget too small for even the cheapest configuration."""
+
+
+class InvalidDevices(CocoflError):
+    """Device groups or a trace from which no budget can be made."""
+
+
+class ProfilingFailed(CocoflError):
+    """A configuration that could not be measured."""
+
+
+class OtherHardware(UserWarning):
+    """A profile table that was measured on another machine than this one."""

@@ -1,0 +1,258 @@
+"""Who has how much: groups of devices, and each device's budget in each round.
+
+A group says for each resource a fraction of what full training needs (``0.33``), an amount
+(``"30s"``, ``"200MB"``), a uniform draw per device and round (``{"uniform": [0.5, 1.0]}``), or,
+for all three, a trace: a CSV file with the columns device, round, time, memory, upload. What a
+group does not say is unlimited.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cocofl.budget import Budget
+from cocofl.data.partition import equal_groups
+from cocofl.errors import InvalidBudget, InvalidDevices
+from cocofl.rng import stream
+
+RESOURCES = ("time", "memory", "upload")
+_COLUMNS = ["device", "round", *RESOURCES]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A fraction drawn anew for every device and round."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high < math.inf:
+            raise InvalidDevices(
+                f"uniform draws need 0 <= low <= high, not [{self.low}, {self.high}]"
+            )
+
+
+Limit = float | str | Uniform | None
+Trace = Mapping[int, tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]]
+"""By device the rounds from which limits hold, ascending, and these limits as written."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices of one kind; ``share`` is how many of all they are, relative to other groups."""
+
+    name: str
+    share: float = 1.0
+    time: Limit = None
+    memory: Limit = None
+    upload: Limit = None
+    trace: Trace | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.share) and self.share > 0):
+            raise InvalidDevices(
+                f"group {self.name!r} has share {self.share}; expected a number above 0"
+            )
+        limits = {name: getattr(self, name) for name in RESOURCES}
+        fixed = {n: v for n, v in limits.items() if not isinstance(v, Uniform)}
+        try:
+            Budget.parse(**fixed, samples=1)
+        except InvalidBudget as error:
+            raise InvalidDevices(f"group {self.name!r}: {error}") from error
+        if self.trace is not None and any(value is not None for value in limits.values()):
+            raise InvalidDevices(f"group {self.name!r} has a trace and limits beside it; give one")
+
+
+@dataclass(frozen=True, eq=False)
+class Devices:
+    """All devices of an experiment: ``group_of[device]`` is an index into ``groups``."""
+
+    groups: tuple[Group, ...]
+    group_of: NDArray[np.int64]
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.group_of)
+
+    def budget(self, device: int, round_index: int, samples: int | None = None) -> Budget:
+        """What a device has in a round; ``samples`` is needed where a time is in seconds.
+
+        Any device of any round can be asked alone: a draw belongs to (seed, round, device).
+        """
+        group = self.groups[self.group_of[device]]
+        if group.trace is not None:
+            rounds, limits = group.trace[device]
+            row = limits[bisect_right(rounds, round_index) - 1]
+            return Budget.parse(**dict(zip(RESOURCES, row, strict=True)), samples=samples)
+        rng = stream(self.seed, "budget", round_index, device)
+        drawn: dict[str, Any] = {}
+        for name in RESOURCES:
+            limit = getattr(group, name)
+            if isinstance(limit, Uniform):
+                limit = float(rng.uniform(limit.low, limit.high))
+            drawn[name] = limit
+        return Budget.parse(**drawn, samples=samples)
+
+
+PAPER_GROUPS = (
+    Group("strong", time=1.0, memory=1.0, upload=1.0),
+    Group("medium", time=2 / 3, memory=2 / 3, upload=Uniform(0.5, 1.0)),
+    Group("weak", time=1 / 3, memory=1 / 3, upload=Uniform(0.5, 1.0)),
+)
+"""Three equally large groups, as in the paper's evaluation."""
+
+
+def limited_groups(limit: float) -> tuple[Group, ...]:
+    """10 % strong devices, 90 % limited to ``limit`` of time and memory: the paper's ablation."""
+    return (
+        Group("strong", share=0.1, time=1.0, memory=1.0, upload=1.0),
+        Group("limited", share=0.9, time=limit, memory=limit, upload=1.0),
+    )
+
+
+def make_devices(n_devices: int, groups: Sequence[Group], seed: int) -> Devices:
+    """Deal devices to groups at random, in the proportion of their shares.
+
+    Equal shares give the groups that the data is correlated with by the same seed.
+    """
+    if not 1 <= len(groups) <= n_devices:
+        raise InvalidDevices(
+            f"{n_devices} devices cannot form {len(groups)} groups; there must be at least one "
+            "group, and a device for each"
+        )
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise InvalidDevices(f"two groups have one name: {', '.join(names)}")
+    if len({group.share for group in groups}) == 1:
+        group_of = equal_groups(n_devices, len(groups), seed)
+    else:
+        sizes = _sizes(n_devices, [group.share for group in groups])
+        group_of = np.repeat(np.arange(len(groups)), sizes)
+        group_of = stream(seed, "devices.groups").permutation(group_of)
+    for index, group in enumerate(groups):
+        if group.trace is not None:
+            _check_trace(group, np.flatnonzero(group_of == index).tolist())
+    return Devices(tuple(groups), group_of, seed)
+
+
+def groups_from(tables: Sequence[Mapping[str, Any]], folder: Path | None = None) -> list[Group]:
+    """Groups from the tables of a TOML file; a trace's path is relative to ``folder``.
+
+    >>> groups_from([{"name": "phones", "time": 0.5, "upload": {"uniform": [0.1, 0.3]}}])
+    [Group(name='phones', share=1.0, time=0.5, memory=None, upload=Uniform(low=0.1, high=0.3))]
+    """
+    groups = []
+    for i, table in enumerate(tables):
+        unknown = set(table) - {"name", "share", "trace", *RESOURCES}
+        if unknown or "name" not in table:
+            wrong = f"unknown {', '.join(sorted(unknown))}" if unknown else "no name"
+            raise InvalidDevices(
+                f"device group {i}: {wrong}; expected name, share, and {', '.join(RESOURCES)} "
+                "or trace"
+            )
+        name = str(table["name"])
+        trace = table.get("trace")
+        share = table.get("share", 1.0)
+        if not isinstance(share, int | float):
+            raise InvalidDevices(f"group {name!r}: share is {share!r}; expected a number")
+        limits = {key: _limit(table[key], name, key) for key in RESOURCES if key in table}
+        read = None if trace is None else read_trace((folder or Path()) / str(trace))
+        groups.append(Group(name, float(share), trace=read, **limits))
+    return groups
+
+
+def read_trace(path: Path) -> Trace:
+    """Read device, round, time, memory, upload; a row holds until the device's next one.
+
+    An empty cell is unlimited. Every device needs a row for round 0.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if reader.fieldnames != _COLUMNS:
+                raise InvalidDevices(
+                    f"{path}: columns are {reader.fieldnames}; expected {','.join(_COLUMNS)}"
+                )
+            lines = list(reader)
+    except OSError as error:
+        raise InvalidDevices(f"cannot read the trace {path}: {error}") from error
+    rows: dict[int, dict[int, tuple[str, ...]]] = {}
+    for number, line in enumerate(lines, start=2):
+        try:
+            device, round_index = int(line["device"]), int(line["round"])
+            limits = tuple((line[name] or "").strip() for name in RESOURCES)
+            Budget.parse(**dict(zip(RESOURCES, limits, strict=True)), samples=1)
+        except (TypeError, ValueError, InvalidBudget) as error:
+            raise InvalidDevices(f"{path}, line {number}: {error}") from error
+        if round_index in rows.setdefault(device, {}):
+            raise InvalidDevices(
+                f"{path}, line {number}: device {device} has two rows for round {round_index}"
+            )
+        rows[device][round_index] = limits
+    if not rows:
+        raise InvalidDevices(f"{path} has no rows")
+    for device, found in rows.items():
+        if min(found) != 0:
+            raise InvalidDevices(
+                f"{path}: device {device} has no row for round 0 (its first is for round "
+                f"{min(found)}), so nobody knows what it begins with"
+            )
+    return {
+        device: (tuple(sorted(found)), tuple(found[r] for r in sorted(found)))
+        for device, found in rows.items()
+    }
+
+
+def _limit(value: Any, group: str, resource: str) -> Limit:
+    if isinstance(value, Mapping):
+        bounds = value.get("uniform")
+        if set(value) != {"uniform"} or not isinstance(bounds, list | tuple) or len(bounds) != 2:
+            raise InvalidDevices(
+                f"group {group!r}: {resource} is {dict(value)}; expected {{uniform = [low, high]}}"
+            )
+        if not all(isinstance(b, int | float) and not isinstance(b, bool) for b in bounds):
+            raise InvalidDevices(f"group {group!r}: {resource} draws need numbers, not {bounds}")
+        return Uniform(float(bounds[0]), float(bounds[1]))
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise InvalidDevices(
+            f"group {group!r}: {resource} is {value!r}; expected a fraction, an amount with a "
+            "unit, or {uniform = [low, high]}"
+        )
+    return value
+
+
+def _check_trace(group: Group, devices: Sequence[int]) -> None:
+    assert group.trace is not None
+    missing = [device for device in devices if device not in group.trace]
+    if missing:
+        shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+        raise InvalidDevices(
+            f"the trace of group {group.name!r} lacks device {shown}: it must have every device "
+            f"of the group ({len(devices)} here), counted from 0"
+        )
+
+
+def _sizes(n_devices: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers in the proportion of the shares, at least one each.
+
+    >>> _sizes(10, [0.1, 0.9]), _sizes(3, [0.01, 0.99])
+    ([1, 9], [1, 2])
+    """
+    exact = [n_devices * share / sum(shares) for share in shares]
+    sizes = [max(1, int(size)) for size in exact]
+    while sum(sizes) != n_devices:
+        step = 1 if sum(sizes) < n_devices else -1
+        candidates = [i for i in range(len(sizes)) if sizes[i] + step >= 1]
+        furthest = max(candidates, key=lambda i: step * (exact[i] - sizes[i]))
+        sizes[furthest] += step
+    return sizes

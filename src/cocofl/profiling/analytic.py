@@ -1,0 +1,282 @@
+"""A table without measuring: work per block and role, divided by what a device can do.
+
+Time is multiply-accumulates over a rate plus bytes moved over a bandwidth. Memory is replayed
+block by block. This is a rough picture (within a factor of two, often less) for where nothing was
+measured; fractions are nearer to the truth than seconds, since what is wrong about a device is
+wrong about full training, too. Every table made here says that it is analytic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from cocofl.chain import BlockChain
+from cocofl.errors import InvalidSetting
+from cocofl.freeze import chain_state, freeze
+from cocofl.profiling.subject import Inputs
+from cocofl.profiling.sweep import WIDTHS
+from cocofl.profiling.table import Configuration, Cost, ProfileTable
+from cocofl.profiling.workspace import Settings
+from cocofl.span import Role, Span, all_spans
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a processor can do, all cores together."""
+
+    float32_macs_per_s: float
+    int8_macs_per_s: float
+    bytes_per_s: float
+
+
+DEVICES = {
+    # Two Zen 4 cores with AVX512-VNNI: rates of the convolutions of MobileNetV2 and ResNet18.
+    "x64": Device(float32_macs_per_s=70e9, int8_macs_per_s=260e9, bytes_per_s=12e9),
+    # Four Cortex-A72 cores: NEON without dot products, one memory channel.
+    "pi4": Device(float32_macs_per_s=12e9, int8_macs_per_s=20e9, bytes_per_s=3e9),
+}
+
+_READ_AND_WRITE = 2.0
+# How much of the bytes that float32 operations write is still written in each variant:
+# fusion makes a norm part of its layer; int8 has a quarter of the bytes.
+_TRAFFIC = {"f": 1.0, "ff": 0.6, "qff": 0.15}
+# How much of what float32 keeps for backward a passing block keeps: masks where it is int8.
+_KEPT = {"f": 1.0, "ff": 0.6, "qff": 0.12}
+# Weights of a frozen block, and of a passing one with its own weights for backward.
+_WEIGHTS = {"f": (1.0, 1.0), "ff": (1.0, 1.0), "qff": (0.25, 0.5)}
+# What fusion and int8 leave as it is.
+_STAYS_FLOAT = (
+    "scaled_dot_product",
+    "layer_norm",
+    "group_norm",
+    "softmax",
+    "gelu",
+    "silu",
+    "sigmoid",
+    "hardswish",
+)
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """What one block does with one mini-batch in float32.
+
+    ``float_macs`` of the ``macs``, and the share ``float_share`` of the bytes, belong to
+    operations such as attention that stay in float32 when the block is frozen.
+    """
+
+    macs: float
+    float_macs: float
+    float_share: float
+    written_bytes: float
+    saved_bytes: float
+    largest_bytes: float
+    output_bytes: float
+    parameter_bytes: float
+    state_bytes: float
+
+
+def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
+    """Count each block's work by running it once; the chain is left untouched."""
+    net = freeze(chain, Span(0, len(chain)), variant="f")
+    net.train()
+    counter = _Counter(len(chain))
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    seen: set[int] = set(own)
+
+    def keep(tensor: Tensor) -> Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in seen:
+            seen.add(pointer)
+            counter.saved[counter.block] += tensor.nbytes
+        return tensor
+
+    for index, block in enumerate(net.trained):
+        block.register_forward_pre_hook(counter.entering(index))
+        block.register_forward_hook(counter.leaving(index))
+    with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        net(*inputs)
+    state = chain_state(chain)
+    work = []
+    for index, block in enumerate(net.trained):
+        parameters = sum(p.nbytes for p in block.parameters())
+        work.append(
+            BlockWork(
+                macs=counter.macs[index],
+                float_macs=counter.float_macs[index],
+                float_share=counter.float_written[index] / max(counter.written[index], 1.0),
+                written_bytes=counter.written[index],
+                saved_bytes=counter.saved[index],
+                largest_bytes=counter.largest[index],
+                output_bytes=counter.output[index],
+                parameter_bytes=parameters,
+                state_bytes=sum(state[k].nbytes for k in chain.block_keys(index) if k in state),
+            )
+        )
+    return work
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up, per block, multiply-accumulates and the bytes that operations write."""
+
+    def __init__(self, n_blocks: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.block = 0
+        self.macs, self.written, self.saved = ([0.0] * n_blocks for _ in range(3))
+        self.largest, self.output = ([0.0] * n_blocks for _ in range(2))
+        self.float_macs, self.float_written = ([0.0] * n_blocks for _ in range(2))
+
+    def entering(self, index: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            self.block = index
+
+        return hook
+
+    def leaving(self, index: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self.output[index] = _nbytes(output)
+
+        return hook
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        stays_float = any(name in str(func) for name in _STAYS_FLOAT)
+        written = 0 if func.is_view else _nbytes(result)
+        self.written[self.block] += written
+        self.largest[self.block] = max(self.largest[self.block], written)
+        macs = 0.0
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            macs = count(*args, **(kwargs or {}), out_val=result) / 2
+        elif "scaled_dot_product" in str(func):
+            # Scores and the weighted sum: twice (queries × keys × channels) per head.
+            macs = 2.0 * args[0].numel() * args[1].shape[-2]
+        self.macs[self.block] += macs
+        if stays_float:
+            self.float_written[self.block] += written
+            self.float_macs[self.block] += macs
+        return result
+
+
+def _nbytes(value: Any) -> int:
+    tensors = value if isinstance(value, tuple | list) else [value]
+    return sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
+
+
+def role_of(block: int, trained: Collection[int]) -> Role:
+    """What a block does when any set of blocks is trained."""
+    if block in trained:
+        return Role.TRAINED
+    return Role.FROZEN if block < min(trained) else Role.PASSING
+
+
+def step_seconds(
+    work: Sequence[BlockWork], trained: Collection[int], variant: str, device: Device
+) -> float:
+    """The time of one step when a set of blocks is trained."""
+    first = min(trained)
+    return sum(
+        block_seconds(block, role_of(i, trained), variant, device)
+        - (block.macs / device.float32_macs_per_s if i == first else 0.0)
+        for i, block in enumerate(work)
+    )
+
+
+def block_seconds(block: BlockWork, role: Role, variant: str, device: Device) -> float:
+    """Forward, and backward where the role has one: input gradients, and those of weights."""
+    moved = _READ_AND_WRITE * block.written_bytes / device.bytes_per_s
+    if role is Role.TRAINED:
+        return 3 * (block.macs / device.float32_macs_per_s + moved)
+    rate = device.int8_macs_per_s if variant == "qff" else device.float32_macs_per_s
+    passes = 1 if role is Role.FROZEN else 2
+    in_float = block.float_macs / device.float32_macs_per_s
+    share = _left(_TRAFFIC[variant], block)
+    return passes * ((block.macs - block.float_macs) / rate + in_float + moved * share)
+
+
+def _left(share: float, block: BlockWork) -> float:
+    """A share that fusion or int8 leaves, where some of the block stays as it is."""
+    return block.float_share + (1 - block.float_share) * share
+
+
+def peak_bytes(
+    work: Sequence[BlockWork], trained: Collection[int], variant: str, input_bytes: float
+) -> float:
+    """The peak of live tensor bytes: forward up to the loss, then backward, block by block."""
+    roles = [role_of(i, trained) for i in range(len(work))]
+    frozen_share, passing_share = _WEIGHTS[variant]
+    element = 0.25 if variant == "qff" else 1.0
+    alive = input_bytes
+    for block, role in zip(work, roles, strict=True):
+        if role is Role.TRAINED:
+            alive += block.state_bytes + block.parameter_bytes  # weights and their gradients
+        else:
+            share = frozen_share if role is Role.FROZEN else passing_share
+            alive += share * block.parameter_bytes
+    peak, kept = alive, []
+    for block, role in zip(work, roles, strict=True):
+        scale = 1.0 if role is Role.TRAINED else element
+        peak = max(peak, alive + scale * (block.largest_bytes + block.output_bytes))
+        if role is Role.FROZEN:
+            kept.append(0.0)
+        else:
+            as_masks = role is Role.PASSING and block.float_share == 0
+            kept.append((_KEPT[variant] if as_masks else 1.0) * block.saved_bytes)
+        alive += kept[-1]
+        peak = max(peak, alive)
+    for block, role, share in zip(work[::-1], roles[::-1], kept[::-1], strict=True):
+        if role is Role.FROZEN:
+            break
+        scale = 1.0 if role is Role.TRAINED else element
+        peak = max(peak, alive + 2 * scale * block.largest_bytes)
+        alive -= share
+    return peak
+
+
+def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
+    """The table of every span or width, from counting alone."""
+    if device not in DEVICES:
+        raise InvalidSetting(f"unknown device {device!r}; expected one of {', '.join(DEVICES)}")
+    costs: dict[Configuration, Cost] = {}
+    if settings.method == "width":
+        n_blocks = 0
+        for width in WIDTHS:
+            chain, inputs = settings.subject.chain(width)
+            work, n_blocks = block_work(chain, inputs), len(chain)
+            costs[width] = _cost(work, range(n_blocks), "f", inputs, DEVICES[device])
+    else:
+        chain, inputs = settings.subject.chain()
+        work, n_blocks = block_work(chain, inputs), len(chain)
+        for span in all_spans(n_blocks):
+            trained = range(span.start, span.stop)
+            costs[span] = _cost(work, trained, settings.variant, inputs, DEVICES[device])
+    spans = settings.method == "span"
+    return ProfileTable.from_costs(
+        costs,
+        n_blocks=n_blocks,
+        model=settings.model,
+        method=settings.method,
+        variant=settings.variant if spans else "",
+        backend=f"analytic {device}",
+        source="analytic",
+        batch=settings.batch,
+    )
+
+
+def _cost(
+    work: Sequence[BlockWork],
+    trained: Collection[int],
+    variant: str,
+    inputs: Inputs,
+    device: Device,
+) -> Cost:
+    memory = peak_bytes(work, trained, variant, sum(x.nbytes for x in inputs))
+    seconds = step_seconds(work, trained, variant, device)
+    upload = sum(work[i].state_bytes for i in trained)
+    return Cost(float(f"{seconds:.6g}"), None, round(memory), round(upload))

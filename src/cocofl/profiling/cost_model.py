@@ -1,0 +1,384 @@
+"""``--fast``: measure O(N) configurations, predict every other one, and say how well.
+
+Time is additive over blocks by role: a block costs so much frozen, trained, or passing; the first
+trained block needs no input gradient and saves that; where float32 meets frozen blocks there is a
+cost per byte of the tensor that crosses. Spans of one and two blocks and a few long ones are
+measured, interleaved in one process, and the costs fitted to them in relative error, drawn a
+little towards the analytic ones, which decides what the measurements leave open. Memory is
+replayed (:mod:`cocofl.profiling.memory_model`). Both answer for any set of blocks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cocofl.errors import InvalidSpan
+from cocofl.freeze import FrozenNet, KernelPlan, freeze
+from cocofl.profiling.analytic import DEVICES, BlockWork, block_seconds, block_work, role_of
+from cocofl.profiling.hardware import Hardware
+from cocofl.profiling.measure import uploaded_bytes
+from cocofl.profiling.memory_model import MemoryModel, record_memory
+from cocofl.profiling.subject import training_step
+from cocofl.profiling.sweep import WIDTHS, Progress
+from cocofl.profiling.table import Configuration, Cost, ProfileTable
+from cocofl.profiling.timeline import peak_tensor_bytes
+from cocofl.profiling.workspace import Settings, fill_plan, measured_state
+from cocofl.rng import stream
+from cocofl.span import Role, Span, all_spans
+
+ROUNDS = 7
+WARM_UP = 2
+TOGETHER = 24
+CHECKS = 6
+LONG = 5
+MEASURED_WIDTHS = 10
+
+Floats = NDArray[np.float64]
+# Taken as the noise of one measured median, and as how far a cost may be from its analytic value.
+_NOISE, _TRUST = 0.02, 1.0
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Seconds per block and role; into and out of trained blocks, per byte that crosses."""
+
+    constant_s: float
+    frozen_s: Floats
+    trained_s: Floats
+    passing_s: Floats
+    input_gradient_s: Floats
+    into_span_s: float
+    out_of_span_s: float
+    output_bytes: Floats
+
+    def step_s(self, trained: Collection[int]) -> float:
+        """The time of one step when these blocks are trained, contiguous or not."""
+        return float(_features(trained, self.output_bytes) @ _joined(self))
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Answers for any set of blocks what training it costs."""
+
+    time: TimeModel
+    memory: MemoryModel
+    upload_bytes: Sequence[int]
+    error: Mapping[str, float]
+
+    def cost(self, trained: Collection[int]) -> Cost:
+        """Step time, tensor peak and upload volume of a set of blocks."""
+        n = len(self.upload_bytes)
+        if not trained or not set(trained) <= set(range(n)):
+            raise InvalidSpan(
+                f"{sorted(trained)} is no set of blocks to train; there are 0…{n - 1}"
+            )
+        step_s = float(f"{self.time.step_s(trained):.6g}")
+        upload = sum(self.upload_bytes[block] for block in set(trained))
+        return Cost(step_s, None, self.memory.peak_bytes(trained), upload)
+
+
+def fast_table(settings: Settings) -> Iterator[Progress | ProfileTable]:
+    """Measure what the model needs, showing progress; the table comes last."""
+    torch.set_num_threads(settings.threads)
+    if settings.method == "width":
+        yield from _fast_widths(settings)
+        return
+    chain, inputs = settings.subject.chain()
+    n = len(chain)
+    state, plan = measured_state(chain, inputs), KernelPlan()
+    if settings.integers and n > 1:
+        fill_plan(chain, state, settings, plan)
+
+    def build(span: Span) -> FrozenNet:
+        return freeze(
+            chain, span, variant=settings.variant, backend=settings.backend, state=state, plan=plan
+        )
+
+    def make_step(key: Configuration) -> Callable[[], None]:
+        assert isinstance(key, Span)
+        return training_step(build(key), inputs)
+
+    memory = record_memory(build, inputs, n)
+    fitted, checks = design(n)
+    seconds: dict[Configuration, float] = {}
+    timing = interleaved([*fitted, *checks], make_step, _links(n))
+    for item in timing:
+        if isinstance(item, Progress):
+            yield item
+        else:
+            seconds = item
+    work = block_work(chain, inputs)
+    model = fit(work, settings.variant, {span: seconds[span] for span in fitted})
+    error = _error(
+        [model.step_s(range(s.start, s.stop)) / seconds[s] - 1 for s in checks], len(fitted)
+    )
+    uploads = [uploaded_bytes(build(Span(i, i + 1)), inputs) for i in range(n)]
+    cost_model = CostModel(model, memory, uploads, error)
+    costs: dict[Configuration, Cost] = {
+        span: cost_model.cost(range(span.start, span.stop)) for span in all_spans(n)
+    }
+    # What was measured is better than what is predicted from it.
+    for key, step_s in seconds.items():
+        costs[key] = costs[key]._replace(step_s=float(f"{step_s:.6g}"))
+    yield ProfileTable.from_costs(
+        costs,
+        n_blocks=n,
+        model=settings.model,
+        method="span",
+        variant=settings.variant,
+        backend=settings.backend,
+        source="fast",
+        batch=settings.batch,
+        hardware=Hardware.here(settings.threads, plan.choices),
+        error=error,
+    )
+
+
+def _fast_widths(settings: Settings) -> Iterator[Progress | ProfileTable]:
+    """A few widths measured, the times and peaks of the others interpolated."""
+    picked = np.linspace(0, len(WIDTHS) - 1, MEASURED_WIDTHS).round().astype(int)
+    checks = sorted({int(i) for i in (picked[:-1] + picked[1:]) // 2})
+    measured = [WIDTHS[i] for i in sorted({*picked.tolist(), *checks})]
+    peaks: dict[float, int] = {}
+    steps: dict[Configuration, Callable[[], None]] = {}
+    uploads: dict[float, int] = {}
+    n_blocks = 0
+    for width in WIDTHS:
+        chain, inputs = settings.subject.chain(width)
+        n_blocks = len(chain)
+        net = freeze(chain, Span(0, n_blocks), variant="f")
+        uploads[width] = net.update().nbytes
+        if width in measured:
+            build = partial(freeze, chain, Span(0, n_blocks), variant="f")
+            peaks[width] = peak_tensor_bytes(build, inputs)
+            steps[width] = training_step(net, inputs)
+    seconds: dict[Configuration, float] = {}
+    for item in interleaved(measured, lambda key: steps[key], [1.0]):
+        if isinstance(item, Progress):
+            yield item
+        else:
+            seconds = item
+    fitted = [WIDTHS[i] for i in picked]
+    step_of = np.interp(WIDTHS, fitted, [seconds[width] for width in fitted])
+    guessed = dict(zip(WIDTHS, step_of.tolist(), strict=True))
+    error = _error([guessed[WIDTHS[i]] / seconds[WIDTHS[i]] - 1 for i in checks], len(measured))
+    step_of = np.interp(WIDTHS, measured, [seconds[width] for width in measured])
+    peak_of = np.interp(WIDTHS, measured, [peaks[width] for width in measured])
+    costs: dict[Configuration, Cost] = {
+        width: Cost(float(f"{step:.6g}"), None, round(peak), uploads[width])
+        for width, step, peak in zip(WIDTHS, step_of.tolist(), peak_of.tolist(), strict=True)
+    }
+    yield ProfileTable.from_costs(
+        costs,
+        n_blocks=n_blocks,
+        model=settings.model,
+        method="width",
+        variant="",
+        backend="",
+        source="fast",
+        batch=settings.batch,
+        hardware=Hardware.here(settings.threads),
+        error=error,
+    )
+
+
+def design(n_blocks: int) -> tuple[list[Span], list[Span]]:
+    """Which spans are measured to fit the model, and which to see how good it is.
+
+    Spans of one and two blocks see each block in each role at a small total, so that their
+    relative error is small; a few long ones keep the sum right.
+    """
+    cuts = sorted({round(n_blocks * k / LONG) for k in range(1, LONG + 1)} - {0})
+    fitted = {Span(i, i + k) for k in (1, 2) for i in range(n_blocks - k + 1)}
+    fitted |= {Span(0, cut) for cut in cuts}
+    fitted |= {Span(cut, n_blocks) for cut in cuts if cut < n_blocks}
+    others = [span for span in all_spans(n_blocks) if span not in fitted]
+    order = stream(0, "profiling.checks").permutation(len(others))[:CHECKS]
+    return sorted(fitted), sorted(others[i] for i in order)
+
+
+def interleaved(
+    wanted: Sequence[Configuration],
+    make_step: Callable[[Configuration], Callable[[], None]],
+    links: Sequence[Configuration],
+) -> Iterator[Progress | dict[Configuration, float]]:
+    """Seconds per step of each configuration, taken in turns; the result comes last.
+
+    One step of each in shuffled order, round after round: a round's pace is the median of its
+    steps against their own medians, and is divided out. When there are too many networks to be
+    alive at once, the groups are brought to one pace by what both have, the links.
+    """
+    rest = [key for key in wanted if key not in links]
+    n_groups = max(1, -(-len(rest) // TOGETHER))
+    total = n_groups * (ROUNDS + WARM_UP)
+    begin, done = time.monotonic(), 0
+    groups = []
+    for group in range(n_groups):
+        keys = [*links, *rest[group::n_groups]]
+        steps = {key: make_step(key) for key in keys}
+        rng = stream(group, "profiling.interleaved")
+        table = np.zeros((ROUNDS, len(keys)))
+        for round_ in range(-WARM_UP, ROUNDS):
+            for i in rng.permutation(len(keys)).tolist():
+                start = time.perf_counter()
+                steps[keys[i]]()
+                if round_ >= 0:
+                    table[round_, i] = time.perf_counter() - start
+            done += 1
+            yield Progress(done, total, (total - done) * (time.monotonic() - begin) / done)
+        groups.append(dict(zip(keys, _medians(table).tolist(), strict=True)))
+    yield _same_pace(groups, links)
+
+
+def _medians(table: Floats) -> Floats:
+    """Column medians of (rounds, configurations), freed of each round's pace."""
+    medians: Floats = np.median(table, axis=0)
+    for _ in range(3):
+        pace = np.median(table / medians, axis=1, keepdims=True)
+        medians = np.median(table / pace, axis=0)
+    return medians
+
+
+def _same_pace(
+    groups: Sequence[dict[Configuration, float]], links: Sequence[Configuration]
+) -> dict[Configuration, float]:
+    typical = {key: statistics.median(group[key] for group in groups) for key in links}
+    seconds: dict[Configuration, float] = {}
+    for group in groups:
+        pace = statistics.median(group[key] / typical[key] for key in links)
+        seconds |= {key: value / pace for key, value in group.items()}
+    return seconds | typical
+
+
+def _links(n: int) -> list[Configuration]:
+    spans = {Span(0, n), Span(n - 1, n), Span(n // 2, n // 2 + 1), Span(n // 4, n // 4 + 1)}
+    return sorted(spans)
+
+
+def fit(work: Sequence[BlockWork], variant: str, seconds: Mapping[Span, float]) -> TimeModel:
+    """The costs that explain the measured spans, nearest to the analytic ones."""
+    device = DEVICES["x64"]
+    output_bytes = np.array([block.output_bytes for block in work])
+    by_role = [
+        np.array([block_seconds(block, role, variant, device) for block in work])
+        for role in (Role.FROZEN, Role.TRAINED, Role.PASSING)
+    ]
+    gradient = np.array([block.macs / device.float32_macs_per_s for block in work]) + (
+        by_role[1] * 0.05
+    )
+    spans = list(seconds)
+    measured = np.array([seconds[span] for span in spans])
+    rows = np.stack([_features(range(s.start, s.stop), output_bytes) for s in spans])
+    per_byte = 2 / device.bytes_per_s  # read and written
+    prior = np.concatenate([[1e-4], *by_role, gradient, [per_byte, per_byte]])
+    prior *= _scales(rows, prior, measured, len(work))
+    floor = 0.2 * max(float(prior[1:-2].mean()), 1e-9)
+    spread = _TRUST * np.maximum(prior, np.where(np.arange(len(prior)) < len(prior) - 2, floor, 0))
+    weights = np.ones(len(spans))
+    costs = prior
+    for _ in range(4):  # what lies far off counts less: somebody else was at work just then
+        costs = _solve(rows, measured, weights, prior, spread)
+        off = np.abs(rows @ costs / measured - 1)
+        weights = 1 / (1 + (off / (3 * _NOISE)) ** 2)
+    n = len(work)
+    frozen, trained, passing, gradients = np.split(costs[1:-2], [n, 2 * n, 3 * n])
+    return TimeModel(
+        constant_s=float(costs[0]),
+        frozen_s=frozen,
+        trained_s=trained,
+        passing_s=passing,
+        input_gradient_s=gradients,
+        into_span_s=float(costs[-2]),
+        out_of_span_s=float(costs[-1]),
+        output_bytes=output_bytes,
+    )
+
+
+def _scales(rows: Floats, prior: Floats, measured: Floats, n: int) -> Floats:
+    """One factor per role that brings the analytic costs to the measured pace."""
+    roles = np.concatenate([[0], *([r] * n for r in (1, 2, 3)), [2] * n, [0, 0]]).astype(int)
+    columns = np.stack([(rows * prior)[:, roles == role].sum(axis=1) for role in range(4)], axis=1)
+    relative = columns / measured[:, None]
+    factors = np.linalg.lstsq(relative, np.ones(len(measured)), rcond=None)[0]
+    typical = float(np.median(measured / columns.sum(axis=1)))
+    factors = np.clip(factors, 0.2 * typical, 5 * typical)
+    scales: Floats = factors[roles]
+    return scales
+
+
+def _solve(
+    rows: Floats, measured: Floats, weights: Floats, prior: Floats, spread: Floats
+) -> Floats:
+    """Least squares in relative error, drawn to the prior; costs are not negative."""
+    free = np.ones(len(prior), dtype=bool)
+    costs = prior.copy()
+    for _ in range(10):
+        scale = np.sqrt(weights) / (_NOISE * measured)
+        left = np.concatenate([rows[:, free] * scale[:, None], np.diag(1 / spread)[free][:, free]])
+        right = np.concatenate([measured * scale, (prior / spread)[free]])
+        costs = np.zeros(len(prior))
+        costs[free] = np.linalg.lstsq(left, right, rcond=None)[0]
+        if (costs >= 0).all():
+            break
+        free &= costs > 0
+    return costs
+
+
+def _features(trained: Collection[int], output_bytes: Floats) -> Floats:
+    """How often each cost occurs: constant, by role, input gradient saved, bytes at boundaries."""
+    n, chosen = len(output_bytes), set(trained)
+    by_role = {role: np.zeros(n) for role in Role}
+    into = out = 0.0
+    for block in range(n):
+        role = role_of(block, chosen)
+        by_role[role][block] = 1
+        if block and role is Role.TRAINED and block - 1 not in chosen:
+            into += float(output_bytes[block - 1])
+        if block and role is Role.PASSING and block - 1 in chosen:
+            out += float(output_bytes[block - 1])
+    saved = np.zeros(n)
+    saved[min(chosen)] = -1
+    return np.concatenate(
+        [
+            [1],
+            by_role[Role.FROZEN],
+            by_role[Role.TRAINED],
+            by_role[Role.PASSING],
+            saved,
+            [into, out],
+        ]
+    )
+
+
+def _joined(model: TimeModel) -> Floats:
+    return np.concatenate(
+        [
+            [model.constant_s],
+            model.frozen_s,
+            model.trained_s,
+            model.passing_s,
+            model.input_gradient_s,
+            [model.into_span_s, model.out_of_span_s],
+        ]
+    )
+
+
+def _error(relative: Sequence[float], n_measured: int) -> dict[str, float]:
+    """What the predictions were off where they were checked."""
+    off = [abs(value) for value in relative]
+    if not off:
+        return {"measured_configurations": n_measured}
+    return {
+        "time_median": round(statistics.median(off), 4),
+        "time_max": round(max(off), 4),
+        "checked_configurations": len(off),
+        "measured_configurations": n_measured,
+    }

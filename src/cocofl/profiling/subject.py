@@ -1,0 +1,143 @@
+"""What is profiled: a model by name, the mini-batch it gets, and one step of its training."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cocofl.chain import BlockChain, split
+from cocofl.errors import InvalidModel
+from cocofl.models import MODELS
+
+CLASSES = {"transformer": 2, "transformer-seq2seq": 81}
+DEFAULT_CLASSES = 10
+
+Inputs = tuple[Tensor, ...]
+Mark = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A registry name or ``package.module:factory``, and the size of a mini-batch.
+
+    A factory returns a module with ``example_input(batch_size)``, as the built-in networks have,
+    or a pair of a module and an example input. For widths it takes ``width=``.
+    """
+
+    model: str
+    batch: int = 32
+    num_classes: int | None = None
+
+    def build(self, width: float | None = None) -> tuple[nn.Module, Inputs]:
+        """The model with fixed weights, and a mini-batch."""
+        if self.batch < 1:
+            raise InvalidModel(f"batch is {self.batch}; a mini-batch has at least 1 sample")
+        factory, arguments = self._factory()
+        if width is not None:
+            if "width" not in inspect.signature(factory).parameters:
+                raise InvalidModel(
+                    f"{self.model} takes no width=, which HeteroFL and FjORD need: give its "
+                    "factory a keyword `width`, a ratio in (0, 1], that scales its channels"
+                )
+            arguments["width"] = width
+        torch.manual_seed(0)
+        made = factory(**arguments)
+        model, example = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(model, nn.Module):
+            raise InvalidModel(f"{self.model} gave a {type(model).__name__}; expected an nn.Module")
+        return model, self._mini_batch(model, example)
+
+    def chain(self, width: float | None = None) -> tuple[BlockChain, Inputs]:
+        """The model split into blocks, and a mini-batch."""
+        model, inputs = self.build(width)
+        return split(model, inputs), inputs
+
+    def _factory(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        if ":" in self.model:
+            factory = _import(self.model)
+            takes = inspect.signature(factory).parameters
+            if self.num_classes is not None and "num_classes" in takes:
+                return factory, {"num_classes": self.num_classes}
+            return factory, {}
+        if self.model not in MODELS:
+            near = difflib.get_close_matches(self.model, MODELS, 1)
+            hint = f" (nearest: {near[0]})" if near else ""
+            raise InvalidModel(
+                f"unknown model {self.model!r}{hint}; expected one of {', '.join(MODELS)}, "
+                "or package.module:factory"
+            )
+        classes = self.num_classes or CLASSES.get(self.model, DEFAULT_CLASSES)
+        return MODELS[self.model], {"num_classes": classes}
+
+    def _mini_batch(self, model: nn.Module, example: Any) -> Inputs:
+        if example is None:
+            make = getattr(model, "example_input", None)
+            if make is None:
+                raise InvalidModel(
+                    f"{self.model} has no example_input(batch_size); add it, or let the factory "
+                    "return (model, example)"
+                )
+            example = make(self.batch)
+        tensors = (example,) if isinstance(example, Tensor) else tuple(example)
+        return tuple(_channels_last(_repeated(x, self.batch)) for x in tensors)
+
+
+def training_step(
+    net: nn.Module, inputs: Inputs, target: Tensor | None = None, mark: Mark = lambda _: None
+) -> Callable[[], None]:
+    """One step as the paper times it: forward, zero-grad, backward, optimizer.
+
+    Without a ``target`` a random class is made for each row of the first output.
+    """
+    net.train()
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+
+    def step() -> None:
+        nonlocal target
+        mark("step")
+        output = net(*inputs)
+        logits = output.flatten(0, -2)
+        if target is None:
+            target = torch.randint(logits.shape[-1], logits.shape[:1])
+        loss = F.cross_entropy(logits, target)
+        del output, logits
+        mark("zero")
+        optimizer.zero_grad()
+        mark("backward")
+        loss.backward()
+        mark("optimizer")
+        optimizer.step()
+        mark("end")
+
+    return step
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidModel(
+            f"cannot import {name}: {error}. Expected package.module:factory, importable from "
+            "here (the current folder counts)"
+        ) from error
+    if not callable(factory):
+        raise InvalidModel(f"{name} is a {type(factory).__name__}, not a function or class")
+    return factory  # type: ignore[no-any-return]
+
+
+def _repeated(x: Tensor, batch: int) -> Tensor:
+    times = -(-batch // len(x))
+    return x.repeat(times, *[1] * (x.ndim - 1))[:batch] if times > 1 else x[:batch]
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x

@@ -1,0 +1,87 @@
+"""Live tensor bytes over time, from the allocator's own events: the same numbers every time."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cocofl.profiling.subject import Inputs, training_step
+
+_PREFIX = "cocofl:"
+
+
+class Timeline(NamedTuple):
+    """Bytes alive after each allocation or release, and where the marks lie between these."""
+
+    alive: list[int]
+    marks: list[tuple[str, int]]
+
+    def find(self, name: str, begin: int = 0) -> int:
+        """The place of the first mark ``name`` at or after the place ``begin``."""
+        return next(place for mark, place in self.marks if mark == name and place >= begin)
+
+    def at(self, place: int) -> int:
+        """Bytes alive at a place."""
+        return self.alive[place]
+
+    def peak(self, begin: int, end: int | None = None) -> int:
+        """The most bytes alive between two places."""
+        return max(self.alive[begin : None if end is None else end + 1])
+
+
+def mark(name: str) -> None:
+    """Leave a mark in the timeline that is being recorded."""
+    with torch.profiler.record_function(_PREFIX + name):
+        pass
+
+
+def recorded(run: Callable[[], object]) -> Timeline:
+    """The timeline of what ``run`` does."""
+    # Else the profiler reports its start and stop on stderr, every time.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    gc.collect()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    moments = [
+        (event.start_ns(), event.nbytes() if event.name() == "[memory]" else event.name())
+        for event in events
+        if event.name() == "[memory]" or event.name().startswith(_PREFIX)
+    ]
+    moments.sort(key=lambda moment: moment[0])
+    alive, marks = [0], []
+    for _, what in moments:
+        if isinstance(what, str):
+            marks.append((what.removeprefix(_PREFIX), len(alive) - 1))
+        else:
+            alive.append(alive[-1] + what)
+    return Timeline(alive, marks)
+
+
+def peak_tensor_bytes(
+    build: Callable[[], nn.Module], inputs: Inputs, target: Tensor | None = None
+) -> int:
+    """The most bytes of tensors alive at once during two steps, everything counted.
+
+    That is the network, its mini-batch and target, gradients, activations and all in between.
+    """
+
+    def run() -> None:
+        own = tuple(x.clone() for x in inputs)
+        own_target = None if target is None else target.clone()
+        step = training_step(build(), own, own_target)
+        gc.collect()
+        mark("steps")
+        step()
+        step()
+
+    timeline = recorded(run)
+    return timeline.peak(timeline.find("steps"))

@@ -1,0 +1,146 @@
+"""Device groups, draws and traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cocofl import Budget
+from cocofl.data.partition import equal_groups
+from cocofl.errors import InvalidDevices
+from cocofl.fl.devices import (
+    PAPER_GROUPS,
+    Group,
+    Uniform,
+    groups_from,
+    limited_groups,
+    make_devices,
+    read_trace,
+)
+
+TRACE = """device,round,time,memory,upload
+0,0,0.5,0.5,1.0
+0,3,30s,200MB,
+1,0,1,1,1
+"""
+
+
+def test_the_papers_three_groups() -> None:
+    devices = make_devices(9, PAPER_GROUPS, seed=4)
+    assert np.bincount(devices.group_of).tolist() == [3, 3, 3]
+    assert devices.group_of.tolist() == equal_groups(9, 3, seed=4).tolist()
+    for device, group in enumerate(devices.group_of):
+        budget = devices.budget(device, 0)
+        assert budget.time == budget.memory == [1, 2 / 3, 1 / 3][group]
+        assert budget.upload == 1 if group == 0 else 0.5 <= budget.upload < 1
+
+
+def test_draws_belong_to_round_and_device() -> None:
+    devices = make_devices(6, PAPER_GROUPS, seed=4)
+    weak = int(np.flatnonzero(devices.group_of == 2)[0])
+    uploads = [devices.budget(weak, round_index).upload for round_index in range(200)]
+    assert len(set(uploads)) == 200
+    assert min(uploads) < 0.55
+    assert max(uploads) > 0.95
+    assert devices.budget(weak, 7) == make_devices(6, PAPER_GROUPS, seed=4).budget(weak, 7)
+
+
+def test_ten_percent_strong() -> None:
+    devices = make_devices(100, limited_groups(0.25), seed=0)
+    assert np.bincount(devices.group_of).tolist() == [10, 90]
+    limited = int(np.flatnonzero(devices.group_of == 1)[0])
+    assert devices.budget(limited, 0) == Budget(time=0.25, memory=0.25, upload=1.0)
+
+
+@given(
+    st.lists(st.floats(0.01, 10), min_size=1, max_size=5),
+    st.integers(5, 60),
+    st.integers(0, 99),
+)
+def test_groups_are_as_large_as_their_shares(shares, n_devices: int, seed: int) -> None:
+    groups = [Group(str(i), share=share) for i, share in enumerate(shares)]
+    sizes = np.bincount(make_devices(n_devices, groups, seed).group_of, minlength=len(groups))
+    assert sizes.sum() == n_devices
+    assert sizes.min() >= 1
+
+
+def test_groups_from_toml_tables(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    phones, pis = groups_from(
+        [
+            {"name": "phones", "share": 0.3, "time": {"uniform": [0.2, 0.4]}, "memory": "200MB"},
+            {"name": "pis", "trace": "trace.csv"},
+        ],
+        tmp_path,
+    )
+    assert phones == Group("phones", 0.3, time=Uniform(0.2, 0.4), memory="200MB")
+    devices = make_devices(2, [pis], seed=0)
+    assert devices.budget(0, 0) == devices.budget(0, 2) == Budget(0.5, 0.5, 1.0)
+    assert devices.budget(0, 8, samples=64) == Budget(time_s=30, memory_bytes=200e6, samples=64)
+
+
+def test_a_trace_with_a_missing_device(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    groups = groups_from([{"name": "pis", "trace": "trace.csv"}], tmp_path)
+    with pytest.raises(InvalidDevices, match=r"group 'pis' lacks device 2.*3 here"):
+        make_devices(3, groups, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("device,round,time\n0,0,1\n", "columns are"),
+        ("device,round,time,memory,upload\n", "no rows"),
+        ("device,round,time,memory,upload\n0,1,1,1,1\n", "no row for round 0"),
+        ("device,round,time,memory,upload\n0,0,1,1,1\n0,0,1,1,1\n", "two rows for round 0"),
+        ("device,round,time,memory,upload\n0,0,-1,1,1\n", "line 2: time is -1"),
+        ("device,round,time,memory,upload\n0,0,1,1\n0,x,1,1,1\n", "line 3"),
+        ("device,round,time,memory,upload\n0,0,soon,1,1\n", "line 2: cannot read time"),
+    ],
+)
+def test_broken_traces(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(InvalidDevices, match=message):
+        read_trace(path)
+
+
+def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidDevices, match="cannot read the trace"):
+        read_trace(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"share": 1}, "no name"),
+        ({"name": "a", "tyme": 1}, "unknown tyme"),
+        ({"name": "a", "share": 0}, "share 0"),
+        ({"name": "a", "share": "half"}, "share is 'half'"),
+        ({"name": "a", "time": "soon"}, "cannot read time"),
+        ({"name": "a", "time": True}, "time is True"),
+        ({"name": "a", "time": -1}, "time is -1"),
+        ({"name": "a", "upload": {"normal": [0, 1]}}, "uniform"),
+        ({"name": "a", "upload": {"uniform": [1, 0]}}, "low <= high"),
+        ({"name": "a", "upload": {"uniform": ["a", "b"]}}, "need numbers"),
+    ],
+)
+def test_broken_groups(table, message: str) -> None:
+    with pytest.raises(InvalidDevices, match=message):
+        groups_from([table])
+
+
+def test_groups_that_devices_cannot_form() -> None:
+    with pytest.raises(InvalidDevices, match="2 devices cannot form 3 groups"):
+        make_devices(2, PAPER_GROUPS, seed=0)
+    with pytest.raises(InvalidDevices, match="one name"):
+        make_devices(4, [Group("a"), Group("a")], seed=0)
+
+
+def test_a_trace_excludes_limits_beside_it() -> None:
+    with pytest.raises(InvalidDevices, match="give one"):
+        Group("a", time=0.5, trace={0: ((0,), (("1", "1", "1"),))})

@@ -1,0 +1,263 @@
+"""Predicting what was not measured: time fitted to a few spans, memory replayed."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cocofl import KernelPlan, ProfileTable, Span, all_spans, freeze, split
+from cocofl.errors import InvalidModel, InvalidSetting, InvalidSpan
+from cocofl.models import MODELS
+from cocofl.profiling.analytic import analytic_table, block_work, peak_bytes
+from cocofl.profiling.cost_model import CostModel, design, fast_table, fit, interleaved
+from cocofl.profiling.memory_model import record_memory
+from cocofl.profiling.sweep import WIDTHS, Progress
+from cocofl.profiling.timeline import mark, peak_tensor_bytes, recorded
+from cocofl.profiling.workspace import Settings, measured_state
+
+OWN = """
+from torch import nn
+
+def net(width=1.0):
+    c = max(1, round(8 * width))
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, c, 3, padding=1), nn.BatchNorm2d(c), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(c * 64, 4)),
+    )
+    import torch
+    return model, torch.randn(4, 1, 8, 8)
+
+def fixed():
+    return net()
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return f"{name}:net"
+
+
+def tiny(name: str, variant: str, batch: int = 4):
+    torch.manual_seed(0)
+    model = MODELS[name](4, tiny=True)
+    inputs = (model.example_input(batch),)
+    chain = split(model, inputs)
+    state, plan = measured_state(chain, inputs), KernelPlan()
+
+    def build(span: Span):
+        return freeze(chain, span, variant=variant, backend="reference", state=state, plan=plan)
+
+    return chain, inputs, build
+
+
+def test_a_timeline_counts_what_is_alive_between_marks() -> None:
+    def run() -> None:
+        mark("a")
+        x = torch.ones(1000)
+        y = torch.ones(500)
+        mark("b")
+        del x
+        mark("c")
+        assert len(y) == 500
+
+    timeline = recorded(run)
+    a, b, c = (timeline.find(name) for name in "abc")
+    assert timeline.at(b) - timeline.at(a) == 6000
+    assert timeline.at(c) - timeline.at(a) == 2000
+    assert timeline.peak(a, c) - timeline.at(a) == 6000
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("mobilenet", "f"), ("mobilenet", "qff"), ("densenet40", "qff"), ("transformer", "ff")],
+)
+def test_replayed_memory_is_that_of_every_span(name: str, variant: str) -> None:
+    chain, inputs, build = tiny(name, variant)
+    memory = record_memory(build, inputs, len(chain))
+    spans = list(all_spans(len(chain)))
+    for span in spans[:: max(1, len(spans) // 4)]:
+        replayed = memory.peak_bytes(range(span.start, span.stop))
+        measured = peak_tensor_bytes(lambda span=span: build(span), inputs)
+        assert replayed == pytest.approx(measured, rel=0.02), span
+
+
+def test_replayed_memory_of_sets_with_gaps_lies_between_their_parts_and_full_training() -> None:
+    chain, inputs, build = tiny("mobilenet", "f")
+    memory = record_memory(build, inputs, len(chain))
+    full = memory.peak_bytes(range(len(chain)))
+    assert memory.peak_bytes({0, 2}) >= memory.peak_bytes({2})
+    assert memory.peak_bytes({0, 2}) <= 1.1 * full
+
+
+def measured_by(model, spans) -> dict[Span, float]:
+    return {span: model.step_s(range(span.start, span.stop)) for span in spans}
+
+
+def test_the_time_model_finds_additive_costs_from_few_spans() -> None:
+    chain, inputs, _ = tiny("mobilenet", "f")
+    work = block_work(chain, inputs)
+    n = len(chain)
+    rng = np.random.default_rng(0)
+    # A world of its own: each block and role costs what it likes, a factor from the analytic.
+    fitted, _ = design(n)
+    guess = fit(work, "qff", dict.fromkeys(fitted, 0.01))
+    world = type(guess)(
+        constant_s=0.001,
+        frozen_s=0.001 * rng.uniform(0.5, 1.5, n),
+        trained_s=0.01 * rng.uniform(0.5, 1.5, n),
+        passing_s=0.002 * rng.uniform(0.5, 1.5, n),
+        input_gradient_s=0.002 * rng.uniform(0.5, 1.5, n),
+        into_span_s=0.0,
+        out_of_span_s=0.0,
+        output_bytes=guess.output_bytes,
+    )
+    model = fit(work, "qff", measured_by(world, fitted))
+    spans = list(all_spans(n))
+    errors = [
+        abs(model.step_s(range(s.start, s.stop)) / world.step_s(range(s.start, s.stop)) - 1)
+        for s in spans
+    ]
+    assert statistics.median(errors) < 0.03
+    assert max(errors) < 0.1
+    assert 0 < model.step_s({0, n - 1}) < world.step_s(range(n)) * 1.1
+
+
+def test_the_design_is_linear_in_the_number_of_blocks() -> None:
+    for n in (1, 2, 8, 20, 40):
+        fitted, checks = design(n)
+        assert len(fitted) + len(checks) <= 2 * n + 16
+        assert not set(fitted) & set(checks)
+        assert Span(0, n) in fitted
+
+
+def test_interleaved_steps_are_all_timed_and_report_progress() -> None:
+    calls: dict[Span, int] = {}
+
+    def make(span):
+        def step() -> None:
+            calls[span] = calls.get(span, 0) + 1
+
+        return step
+
+    spans = list(all_spans(8))
+    *progress, seconds = interleaved(spans, make, [Span(0, 8)])
+    assert set(seconds) == set(calls) == set(spans)
+    assert all(isinstance(item, Progress) for item in progress)
+    assert progress[-1].done == progress[-1].total
+
+
+def test_a_fast_table_of_ones_own_model(own: str) -> None:
+    settings = Settings(own, backend="reference", batch=4, threads=1)
+    *_, table = fast_table(settings)
+    assert isinstance(table, ProfileTable)
+    assert table.spans == tuple(all_spans(3))
+    assert table.source == "fast"
+    assert table.memory_kind == "tensor"
+    assert table.error["measured_configurations"] >= 5
+    assert table.row(Span(0, 3)) == (1.0, 1.0, 1.0)
+    assert table.upload[0] < table.upload[1] < 1
+
+
+def test_a_fast_width_table(own: str) -> None:
+    *_, table = fast_table(Settings(own, method="width", batch=4, threads=1))
+    assert isinstance(table, ProfileTable)
+    assert table.widths == WIDTHS
+    assert (np.diff(table.upload) >= 0).all()
+    assert table.upload[0] < 0.3
+
+
+@pytest.mark.parametrize("variant", ["f", "ff", "qff"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_analytic_table_of_every_network(name: str, variant: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name](4, tiny=True)
+    inputs = (model.example_input(2),)
+    chain = split(model, inputs)
+    work = block_work(chain, inputs)
+    full = range(len(chain))
+    assert all(block.macs >= 0 and block.written_bytes > 0 for block in work)
+    last = peak_bytes(work, {len(chain) - 1}, variant, 0)
+    assert 0 < last < peak_bytes(work, full, variant, 0)
+
+
+def test_analytic_memory_of_full_training_is_near_the_measured_one() -> None:
+    chain, inputs, build = tiny("mobilenet", "f", batch=32)
+    work = block_work(chain, inputs)
+    n = len(chain)
+    counted = peak_bytes(work, range(n), "f", sum(x.nbytes for x in inputs))
+    assert counted == pytest.approx(peak_tensor_bytes(lambda: build(Span(0, n)), inputs), rel=0.25)
+
+
+def test_an_analytic_table_is_complete_and_marked(own: str, tmp_path: Path) -> None:
+    table = analytic_table(Settings(own, batch=4))
+    table.save(tmp_path / "table.json")
+    found = ProfileTable.load(tmp_path / "table.json", n_blocks=3)
+    assert found.source == "analytic"
+    assert found.spans == tuple(all_spans(3))
+    widths = analytic_table(Settings(own, method="width", batch=4))
+    assert widths.widths == WIDTHS
+    # Widths are coupled: whatever costs less time uploads less.
+    assert (np.diff(widths.time) >= 0).all()
+
+
+def test_any_set_of_blocks_has_a_cost_and_no_other() -> None:
+    chain, inputs, build = tiny("mobilenet", "f")
+    n = len(chain)
+    work = block_work(chain, inputs)
+    time = fit(work, "f", dict.fromkeys(design(n)[0], 0.01))
+    model = CostModel(time, record_memory(build, inputs, n), [10] * n, {})
+    assert model.cost({0, n - 1}).upload_bytes == 20
+    for wrong in (set(), {n}, {-1, 0}):
+        with pytest.raises(InvalidSpan, match="no set of blocks"):
+            model.cost(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"variant": "q"}, "unknown variant 'q'; expected one of f, ff, qff"),
+        ({"method": "depth"}, "unknown method"),
+        ({"backend": "cuda"}, "unknown backend"),
+        ({"threads": 0}, "threads is 0"),
+    ],
+)
+def test_settings_that_are_refused(arguments, message: str) -> None:
+    with pytest.raises(InvalidSetting, match=message):
+        Settings("mobilenet", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mobilnet", "nearest: mobilenet"),
+        ("no.such.module:net", "cannot import no.such.module:net"),
+        ("{own}:none", "cannot import"),
+        ("{own}:OWN", "cannot import"),
+        ("{own}:number", "gave a int"),
+    ],
+)
+def test_models_that_are_refused(own: str, name: str, message: str) -> None:
+    with pytest.raises(InvalidModel, match=message):
+        Settings(name.format(own=own.partition(":")[0])).subject.build()
+
+
+def test_widths_need_a_factory_that_takes_one(own: str) -> None:
+    with pytest.raises(InvalidModel, match="takes no width="):
+        Settings(own.replace(":net", ":fixed")).subject.build(0.5)
+
+
+def test_an_unknown_device_of_the_analytic_table(own: str) -> None:
+    with pytest.raises(InvalidSetting, match="expected one of x64, pi4"):
+        analytic_table(Settings(own), "abacus")

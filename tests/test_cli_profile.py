@@ -1,0 +1,135 @@
+"""``cocofl profile`` and ``cocofl select``, run as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cocofl import ProfileTable, all_spans
+from cocofl.profiling import Cost, Hardware
+
+COCOFL = Path(sys.executable).with_name("cocofl")
+OWN = """
+import torch
+from torch import nn
+
+def net(width=1.0):
+    c = max(1, round(16 * width))
+    model = nn.Sequential(nn.Linear(8, c), nn.ReLU(), nn.Linear(c, c), nn.ReLU(), nn.Linear(c, 3))
+    return model, torch.randn(8, 8)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [COCOFL, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return call
+
+
+def table_file(path: Path, hardware: Hardware | None = None) -> Path:
+    costs = {
+        span: Cost(0.01 * len(span), None, 1000 * len(span), 10 * len(span))
+        for span in all_spans(4)
+    }
+    table = ProfileTable.from_costs(
+        costs, n_blocks=4, model="toy", method="span", variant="qff", backend="auto",
+        source="measured", batch=32, hardware=hardware or Hardware.here(),
+    )  # fmt: skip
+    table.save(path)
+    return path
+
+
+def test_profile_analytic_with_figures_then_select(run, tmp_path: Path) -> None:
+    made = run("profile", "own:net", "--analytic", "--batch", "8", "--out", "qff.json")
+    assert made.returncode == 0, made.stderr
+    assert "analytic: nothing was measured" in made.stdout
+    widths = run("profile", "own:net", "--analytic", "--method", "width", "--batch", "8")
+    assert widths.returncode == 0, widths.stderr
+    drawn = run(
+        "profile", "own:net", "--out", "qff.json", "--plot", "figure.png",
+        "--with", "own.net-width.json",
+    )  # fmt: skip
+    assert drawn.returncode == 0, drawn.stderr
+    assert {path.name for path in tmp_path.glob("figure*")} == {
+        "figure.png", "figure.svg", "figure-blocks.png", "figure-blocks.svg",
+    }  # fmt: skip
+    assert run("select", "qff.json", "--time", "0.9").returncode == 0
+
+
+def test_profile_fast(run, tmp_path: Path) -> None:
+    made = run("profile", "own:net", "--fast", "--variant", "f", "--batch", "8", "--threads", "1")
+    assert made.returncode == 0, made.stderr
+    assert "the rest predicted" in made.stdout
+    assert "stated error" in made.stdout
+    assert ProfileTable.load(tmp_path / "own.net-f.json").source == "fast"
+
+
+def test_select_shows_spans_as_a_table_and_a_picture(run, tmp_path: Path) -> None:
+    path = str(table_file(tmp_path / "table.json"))
+    shown = run("select", path, "--time", "0.5", "--memory", "0.5", "--upload", "0.7")
+    assert shown.returncode == 0, shown.stderr
+    assert "7 of 10 spans fit time ≤ 0.5, memory ≤ 0.5, upload ≤ 0.7; 3 are maximal" in shown.stdout
+    assert "░██▒" in shown.stdout
+    assert "█ trained" in shown.stdout
+    assert shown.stderr == ""
+
+
+def test_select_as_json_with_seconds_and_bytes(run, tmp_path: Path) -> None:
+    path = str(table_file(tmp_path / "table.json"))
+    # 500 samples are 16 steps; two blocks take 0.02 s each step.
+    shown = run(
+        "select", path, "--time", "0.33s", "--memory", "3kB", "--upload", "1MB",
+        "--samples", "500", "--json",
+    )  # fmt: skip
+    found = json.loads(shown.stdout)
+    assert found["maximal"] == ["0:2", "1:3", "2:4"]
+    assert found["feasible"][0] == {"span": "0:1", "time": 0.25, "memory": 0.25, "upload": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--time", "0.01"], "the nearest, span 0:1, needs of full training time 0.250"),
+        (["--time", "3 parsecs"], "cannot read time = '3 parsecs'"),
+        (["--time", "3s"], "samples"),
+        (["--blocks", "20"], "is for 4 blocks (toy), but the model has 20"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(run, tmp_path, arguments, message: str) -> None:
+    failed = run("select", str(table_file(tmp_path / "table.json")), *arguments)
+    assert failed.returncode == 2
+    assert message in failed.stderr
+    assert len(failed.stderr.splitlines()) == 1
+
+
+def test_other_hardware_is_a_warning_that_names_both(run, tmp_path: Path) -> None:
+    elsewhere = replace(Hardware.here(), cpu="Cortex-A72")
+    shown = run("select", str(table_file(tmp_path / "table.json", elsewhere)), "--time", "1")
+    assert shown.returncode == 0
+    assert shown.stderr.startswith("warning: ")
+    assert "Cortex-A72" in shown.stderr
+    assert Hardware.here().cpu in shown.stderr
+
+
+def test_an_unknown_model_names_the_nearest(run) -> None:
+    failed = run("profile", "mobilnet", "--analytic")
+    assert failed.returncode == 2
+    assert "nearest: mobilenet" in failed.stderr
