@@ -45,10 +45,14 @@ def recorded(run: Callable[[], object]) -> Timeline:
     # Else the profiler reports its start and stop on stderr, every time.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        run()
+    gc.freeze()  # what is there already need not be searched each time `run` collects
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            run()
+    finally:
+        gc.unfreeze()
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()
     moments = [
