@@ -34,8 +34,8 @@ from cocofl.profiling.workspace import Settings, fill_plan, measured_state
 from cocofl.rng import stream
 from cocofl.span import Role, Span, all_spans
 
-ROUNDS = 7
-WARM_UP = 2
+ROUNDS = 6
+WARM_UP = 1
 TOGETHER = 24
 CHECKS = 6
 LONG = 5

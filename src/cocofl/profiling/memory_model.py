@@ -15,14 +15,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from cocofl.freeze import FrozenNet
-from cocofl.profiling.subject import Inputs, training_step
-from cocofl.profiling.timeline import Timeline, mark, recorded
+from cocofl.profiling.subject import Inputs
+from cocofl.profiling.timeline import held_bytes, mark, recorded_step
 from cocofl.span import Span
 
 Build = Callable[[Span], FrozenNet]
@@ -67,7 +68,7 @@ class MemoryModel:
         far as all passing blocks from there on do, so the answer errs on the high side.
         """
         runs = _runs(trained)
-        first, n = runs[0].start, len(self.trained_static)
+        first = runs[0].start
         alive = self.constant + self.frozen_static[first]
         alive += sum(self.trained_static[block] for block in trained)
         gaps = [range(a.stop, b.start) for a, b in pairwise(runs)]
@@ -92,29 +93,32 @@ class MemoryModel:
             if gap:
                 replay.go(_part(self.passing_backward, gap))
         replay.go(self.optimizer)
-        assert 0 <= first < n
         return replay.peak
 
 
 def record_memory(build: Build, inputs: Inputs, n_blocks: int) -> MemoryModel:
     """Record the steps the model needs: every span of one block, and full training."""
-    full = Span(0, n_blocks)
-    spans = [full, *(Span(i, i + 1) for i in range(n_blocks))] if n_blocks > 1 else [full]
-    timeline = recorded(lambda: _run_all(build, inputs, spans, n_blocks))
-    static = _trained_static(build(full))
-    whole = _Step(timeline, full)
+    gc.collect()
+    gc.freeze()  # what is there already need not be searched for garbage each time
+    try:
+        whole = _Step(build, inputs, Span(0, n_blocks))
+        singles = (
+            [whole]
+            if n_blocks == 1
+            else [_Step(build, inputs, Span(i, i + 1)) for i in range(n_blocks)]
+        )
+        built = [held_bytes(partial(build, Span(i, n_blocks))) for i in range(n_blocks)]
+        static = _trained_static(build(Span(0, n_blocks)))
+    finally:
+        gc.unfreeze()
     constant = whole.static - sum(total for total, _ in static)
-    singles = {i: _Step(timeline, Span(i, i + 1)) for i in range(n_blocks)} if n_blocks > 1 else {}
-    singles = singles or {0: whole}
     frozen_static = [
-        _built(timeline, Span(i, n_blocks))
-        - sum(total - gradients for total, gradients in static[i:])
+        built[i] - sum(total - gradients for total, gradients in static[i:])
         for i in range(n_blocks)
     ]
     passing_static = [0] * (n_blocks + 1)
-    for i, step in singles.items():
-        if i + 1 < n_blocks:
-            passing_static[i + 1] = step.static - constant - static[i][0] - frozen_static[i]
+    for i, step in enumerate(singles[:-1]):
+        passing_static[i + 1] = step.static - constant - static[i][0] - frozen_static[i]
     last = n_blocks - 1
     return MemoryModel(
         constant=constant,
@@ -158,57 +162,27 @@ class _Replay:
 
 
 class _Step:
-    """The second step of one span in a timeline."""
+    """The recorded second step of one span."""
 
-    def __init__(self, timeline: Timeline, span: Span) -> None:
-        self._timeline = timeline
-        self._begin = timeline.find(f"second {span}")
-        before = timeline.at(timeline.find(f"begin {span}"))
-        self.static = timeline.at(self._begin) - before
+    def __init__(self, build: Build, inputs: Inputs, span: Span) -> None:
+        self._timeline = recorded_step(lambda: _marking_blocks(build(span)), inputs)
+        self._begin = self._timeline.find("second")
+        self.static = self._timeline.at(self._begin)
 
     def stretch(self, begin: str, end: str) -> Stretch:
         """What happens between two marks of this step."""
-        a = self._timeline.find(begin, self._begin)
-        b = self._timeline.find(end, self._begin)
+        a, b = (self._timeline.find(mark, self._begin) for mark in (begin, end))
         level = self._timeline.at(a)
         return Stretch(self._timeline.peak(a, b) - level, self._timeline.at(b) - level)
 
 
-def _run_all(build: Build, inputs: Inputs, spans: Sequence[Span], n_blocks: int) -> None:
-    for i in range(n_blocks):
-        span = Span(i, n_blocks)
-        gc.collect()
-        mark(f"build {span}")
-        net = build(span)
-        gc.collect()
-        mark(f"built {span}")
-        del net
-    for span in spans:
-        gc.collect()
-        mark(f"begin {span}")
-        own = tuple(x.clone() for x in inputs)
-        net = build(span)
-        _mark_blocks(net)
-        step = training_step(net, own, mark=mark)
-        step()
-        gc.collect()
-        mark(f"second {span}")
-        step()
-        del net, own, step
-
-
-def _built(timeline: Timeline, span: Span) -> int:
-    """Bytes of a network that was only built."""
-    begin, end = timeline.find(f"build {span}"), timeline.find(f"built {span}")
-    return timeline.at(end) - timeline.at(begin)
-
-
-def _mark_blocks(net: FrozenNet) -> None:
+def _marking_blocks(net: FrozenNet) -> FrozenNet:
     """Let trained blocks leave marks: entering the first, leaving each, gradients arriving."""
     blocks = list(zip(range(net.span.start, net.span.stop), net.trained, strict=True))
     blocks[0][1].register_forward_pre_hook(lambda _module, _inputs: mark("in"))
     for index, block in blocks:
         block.register_forward_hook(_leaving(index))
+    return net
 
 
 def _leaving(index: int) -> Callable[[nn.Module, Any, Any], None]:

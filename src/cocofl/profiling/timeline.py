@@ -41,7 +41,11 @@ def mark(name: str) -> None:
 
 
 def recorded(run: Callable[[], object]) -> Timeline:
-    """The timeline of what ``run`` does."""
+    """The timeline of what ``run`` does, beginning with 0 bytes.
+
+    Only what is allocated in it is seen to be released. Keep it short: every operation costs the
+    profiler some kilobytes of its own.
+    """
     # Else the profiler reports its start and stop on stderr, every time.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     gc.collect()
@@ -66,22 +70,44 @@ def recorded(run: Callable[[], object]) -> Timeline:
     return Timeline(alive, marks)
 
 
-def peak_tensor_bytes(
+def recorded_step(
     build: Callable[[], nn.Module], inputs: Inputs, target: Tensor | None = None
-) -> int:
-    """The most bytes of tensors alive at once during two steps, everything counted.
+) -> Timeline:
+    """Build a network, let it train a step, and record another one, from the mark "second" on.
 
-    That is the network, its mini-batch and target, gradients, activations and all in between.
+    So what this step finds is there: gradients of the step before, the mini-batch, the network.
     """
 
     def run() -> None:
         own = tuple(x.clone() for x in inputs)
-        own_target = None if target is None else target.clone()
-        step = training_step(build(), own, own_target)
-        gc.collect()
-        mark("steps")
+        step = training_step(build(), own, None if target is None else target.clone(), mark)
         step()
+        gc.collect()
+        mark("second")
         step()
 
+    return recorded(run)
+
+
+def peak_tensor_bytes(
+    build: Callable[[], nn.Module], inputs: Inputs, target: Tensor | None = None
+) -> int:
+    """The most bytes of tensors alive at once during a step, everything counted.
+
+    That is the network, its mini-batch and target, gradients, activations and all in between.
+    """
+    timeline = recorded_step(build, inputs, target)
+    return timeline.peak(timeline.find("second"))
+
+
+def held_bytes(build: Callable[[], nn.Module]) -> int:
+    """The bytes of tensors that a network holds."""
+
+    def run() -> None:
+        net = build()
+        gc.collect()
+        mark("built")
+        del net
+
     timeline = recorded(run)
-    return timeline.peak(timeline.find("steps"))
+    return timeline.at(timeline.find("built"))
