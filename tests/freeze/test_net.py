@@ -466,6 +466,21 @@ def test_frozen_blocks_ask_for_the_scales_that_trained_ones_measure(build, monke
     assert not asked  # the head is float32, so the first gradient in codes has a known scale
 
 
+def test_what_crosses_the_border_of_a_region_is_scaled_on_the_fly():
+    """A trained block changes: what it hands over, and the loss's gradient, are measured."""
+    model = nn.Sequential(unit(3, 5), unit(5, 6), nn.Conv2d(6, 2, 1))
+    chain, results = split(model, IMAGES), []
+    for scale in (1.0, 1e-6):
+        known = {SITE: torch.tensor(scale), "scales.2._2.gradient": torch.tensor(scale)}
+        state = chain_state(chain) | known
+        net = freeze(chain, Span(0, 1), backend="reference", state=state)
+        y = net(IMAGES)
+        y.sum().backward()
+        results.append([y, *(p.grad for p in net.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_every_scale_is_used(chain):
     """Each scale that a device uploads changes what a frozen block computes somewhere."""
     state = chain_state(chain)
