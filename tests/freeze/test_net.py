@@ -191,6 +191,14 @@ def test_an_update_has_what_training_made_of_the_state(chain):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_only_the_trained_blocks_learn(variant, chain):
+    net = freeze(chain, Span(1, 2), variant=variant, backend="reference")
+    train(net, 1)
+    assert all(p.grad is not None for p in net.trained.parameters())
+    assert not any(p.requires_grad for p in net.frozen.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("training", [True, False])
 def test_the_chain_is_left_untouched(variant, training, chain):
     chain.train(training)
