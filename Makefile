@@ -6,13 +6,13 @@ BIN    := $(VENV)/bin
 .PHONY: demo test test-slow lint types clean
 
 demo: $(VENV)/installed
-	$(BIN)/python bench/demo.py
+	$(BIN)/python examples/one_device.py
 
 test: lint types
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow"
 
 test-slow: $(VENV)/installed
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadscope
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -13,10 +13,15 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+# Some twenty networks take turns in this one process, more than oneDNN's cache of compiled
+# primitives holds by default; no training process has that many.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
 
 import torch
 from torch import Tensor, nn

@@ -132,7 +132,7 @@ def _main_values(trace: Trace, example: Sequence[Any], model: nn.Module) -> dict
     with left_as_it_was(model), torch.no_grad():
         for module in model.modules():
             module.training = False
-        kinds.run(*example)
+        kinds.run(*[value.clone() for value in example])  # it may be overwritten
     main: dict[fx.Node, bool] = {}
     for node in trace.graph.nodes:
         if node.op in ("get_attr", "output") or not kinds.floats[node]:

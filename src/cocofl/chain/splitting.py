@@ -50,6 +50,13 @@ def split(
     return _build(model, layout, places, inputs)
 
 
+def graph_block(module: nn.Module, n_inputs: int) -> GraphBlock:
+    """A module as a block with a graph, which shares its parameters, buffers and layers."""
+    with torch.random.fork_rng(devices=[]):
+        traced = trace(module, n_inputs)
+    return _block(traced, traced.graph, module.state_dict(keep_vars=True))
+
+
 def _build(
     model: nn.Module, layout: Layout, cuts: Sequence[int], inputs: tuple[Any, ...]
 ) -> BlockChain:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import linecache
+import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -152,6 +153,21 @@ class _Failure(Exception):
         self.suspects = tuple(suspects)
 
 
+class _Proxy(fx.Proxy):
+    """Records ``x += y`` as what it is; torch.fx would record a sum that leaves ``x`` as it was."""
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda x, other: x.tracer.create_proxy("call_function", function, (x, other), {})
+
+
+for _name in (
+    "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow",
+    "and", "or", "xor", "lshift", "rshift",
+):  # fmt: skip
+    setattr(_Proxy, f"__i{_name}__", _in_place(getattr(operator, f"i{_name}")))
+
+
 class _Tracer(fx.Tracer):
     """Records, beside the graph, which module made which step."""
 
@@ -166,6 +182,9 @@ class _Tracer(fx.Tracer):
         self.stack: list[str] = []
         self.owners: dict[str, tuple[str, ...]] = {}
         self.failed_in: tuple[str, ...] = ()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def create_args_for_root(
         self,

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from cocofl.freeze.lowering import as_graph
+from cocofl.freeze.lowering import as_graph, is_plain, passed_through
 
 
 def with_batch_statistics(block: nn.Module) -> nn.Module:
-    """Variant ``f``: BatchNorm normalises with the batch and leaves its statistics alone."""
+    """Variant ``f``: norms normalise with the batch and leave their statistics alone."""
     for module in block.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _NormBase):
             module.momentum = 0.0
     return block
 
 
-def fused(block: nn.Module) -> nn.Module:
-    """Variant ``ff``: evaluation mode, with each BatchNorm folded into the layer it follows."""
+def fused(block: nn.Module, flat: Container[str] = ()) -> nn.Module:
+    """Variant ``ff``: evaluation mode, with each BatchNorm folded into the layer it follows.
+
+    ``flat`` names the nodes whose result has two axes: on more, a BatchNorm after a linear layer
+    normalises another axis than the one the layer makes.
+    """
     block.eval()
     traced = as_graph(block)
-    graph, folded = fx.Graph(), dict(traced.named_modules())
+    graph, modules = fx.Graph(), dict(traced.named_modules())
     graph.output(graph.graph_copy(traced.graph, val_map={}))
     twins: dict[str, nn.Module] = {}
+    for node in list(graph.nodes):
+        if passed_through(node, traced) is not None:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
     for norm_node in list(graph.nodes):
         layer_node = norm_node.all_input_nodes[0] if norm_node.all_input_nodes else None
         if norm_node.op != "call_module" or layer_node is None or layer_node.op != "call_module":
             continue
-        layer, norm = folded[str(layer_node.target)], folded[str(norm_node.target)]
-        used_once = len(layer_node.users) == 1 and _calls(graph, layer_node.target) == 1
-        if not (used_once and isinstance(norm, _BatchNorm) and norm.running_mean is not None):
+        path = str(layer_node.target)
+        layer, norm = modules[path], modules[str(norm_node.target)]
+        if not (_is_norm(norm) and len(layer_node.users) == 1 and _uses(graph, path) == 1):
             continue
-        if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            twins[str(layer_node.target)] = fuse_conv_bn_eval(layer, norm)
-        elif isinstance(layer, nn.Linear):
-            twins[str(layer_node.target)] = fuse_linear_bn_eval(layer, norm)
+        assert isinstance(norm, _BatchNorm)
+        if is_plain(layer, nn.Conv1d, nn.Conv2d, nn.Conv3d):
+            twins[path] = modules[path] = fuse_conv_bn_eval(layer, norm)
+        elif is_plain(layer, nn.Linear) and layer_node.name in flat:
+            twins[path] = modules[path] = fuse_linear_bn_eval(layer, norm)
         else:
             continue
         norm_node.replace_all_uses_with(layer_node)
@@ -46,5 +57,14 @@ def fused(block: nn.Module) -> nn.Module:
     return result.eval()
 
 
-def _calls(graph: fx.Graph, target: object) -> int:
-    return sum(node.op == "call_module" and node.target == target for node in graph.nodes)
+def _is_norm(module: nn.Module) -> bool:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return is_plain(module, *kinds) and module.running_mean is not None
+
+
+def _uses(graph: fx.Graph, path: str) -> int:
+    """How many nodes call the layer at ``path`` or read its tensors."""
+    return sum(
+        node.op in {"call_module", "get_attr"} and f"{node.target}.".startswith(f"{path}.")
+        for node in graph.nodes
+    )

@@ -42,7 +42,7 @@ def _lean(block: nn.Module) -> nn.Module:
         kind = node.target if module is None else type(module)
         if kind in _RELUS and _may_be_overwritten(node.all_input_nodes[0], block):
             _replace(node, F.relu, inplace=True)
-        elif isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in {1, (1, 1)}:
+        elif isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1), [1, 1]):
             _replace(node, global_average)
     return GraphBlock(block, graph, block.unsaved)
 
@@ -78,4 +78,5 @@ class _GlobalAverage(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         height, width = ctx.shape[-2:]
         spread: Tensor = (gradient / (height * width)).expand(ctx.shape)
-        return spread.contiguous(memory_format=torch.channels_last)
+        images = torch.channels_last if spread.ndim == 4 else torch.contiguous_format
+        return spread.contiguous(memory_format=images)

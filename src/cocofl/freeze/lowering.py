@@ -11,8 +11,9 @@ lowered once and serves every span of every round.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,9 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
 
-from cocofl.chain import BlockChain
-from cocofl.errors import CannotLower
+from cocofl.chain import BlockChain, Wiring, graph_block
+from cocofl.errors import CannotLower, CannotSplit, InvalidExample
+from cocofl.freeze.twins import twin
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,22 @@ class NodeOp:
     """A node of the graph as it is, after the nodes that make the tuples it takes apart.
 
     ``layout`` nodes only move elements around (or ask for a shape), so they work on codes as on
-    floats; all others are computed in float.
+    floats; all others are computed in float. ``overwrites`` says that it works in place.
     """
 
     name: str
     nodes: tuple[fx.Node, ...]
     inputs: tuple[str, ...]
     layout: bool
+    overwrites: bool
     names: dict[fx.Node, str]
 
 
 Operation = MapOp | ActOp | CatOp | NodeOp
+
+
+class ValueName(str):
+    """Stands for a value in what a block returns; a plain string there is just that string."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +106,28 @@ class LoweredBlock:
     operations: tuple[Operation, ...]
     inputs: tuple[str, ...]
     outputs: Any
-    """Value names in the structure that the block returns."""
+    """A :class:`ValueName` for each value, in the structure that the block returns."""
     shapes: dict[str, tuple[int, ...]]
     non_negative: frozenset[str]
     """Values that ReLU and the like have left without negative entries."""
     sites: tuple[str, ...]
     """Values whose scales a device measures when it trains this block."""
+    channels_last: bool
+    """Whether the block runs on channels-last images; ``view`` may not."""
+    whole: Any = None
+    """If the block stays one operation, the structure of what it returns; () for one value."""
+
+    @property
+    def flat_nodes(self) -> frozenset[str]:
+        """The nodes whose result has two axes."""
+        flat = [name for name, shape in self.shapes.items() if len(shape) == 2]
+        return frozenset(name.rpartition(".")[2] for name in flat)
+
+    def graph(self, block: nn.Module) -> fx.GraphModule:
+        """The graph of this block, or of a twin of it."""
+        if self.whole is not None:
+            return _as_one_node(block, len(self.inputs), self.whole or None)
+        return as_graph(block, len(self.inputs))
 
 
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -137,7 +161,14 @@ _KEEP_SIGN = {
 def lower(chain: BlockChain) -> tuple[LoweredBlock, ...]:
     """The operations of every block of the chain."""
     if chain not in _LOWERED:
-        _LOWERED[chain] = tuple(_lower_chain(chain))
+        modes = {module: module.training for module in chain.modules()}
+        chain.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                _LOWERED[chain] = tuple(_lower_chain(chain))
+        finally:
+            for module, training in modes.items():
+                module.training = training
     return _LOWERED[chain]
 
 
@@ -147,147 +178,324 @@ _LOWERED: WeakKeyDictionary[BlockChain, tuple[LoweredBlock, ...]] = WeakKeyDicti
 def _lower_chain(chain: BlockChain) -> Iterator[LoweredBlock]:
     if chain.example is None:
         raise CannotLower(
-            "int8 needs the shapes of a real batch; build the chain with "
+            "freezing needs the shapes of a real batch; build the chain with "
             "cocofl.split(model, example) or BlockChain(blocks, example=batch)"
         )
-    last_linear = _last_linear(chain)
-    modes = {module: module.training for module in chain.modules()}
-    chain.eval()
-    try:
-        with torch.no_grad():
-            env: dict[str, Any] = dict(zip(chain.wiring[0].inputs, chain.example, strict=True))
-            where = {name: f"input.{name}" for name in env}
-            positive: frozenset[str] = frozenset()
-            for index, (block, wiring) in enumerate(zip(chain.blocks, chain.wiring, strict=True)):
-                traced = as_graph(block)
-                watch = _Watch(traced)
-                result = watch.run(*[env[name] for name in wiring.inputs])
-                inputs = tuple(where[name] for name in wiring.inputs)
-                keep_float = last_linear if index == len(chain) - 1 else None
-                lowered = _lower_block(index, traced, watch, inputs, keep_float, positive)
-                positive |= lowered.non_negative
-                yield lowered
-                many = len(wiring.outputs) > 1
-                env |= zip(wiring.outputs, result if many else [result], strict=True)
-                where |= zip(
-                    wiring.outputs, lowered.outputs if many else [lowered.outputs], strict=True
+    env: dict[str, Any] = dict(zip(chain.wiring[0].inputs, chain.example, strict=True))
+    where = {name: f"input.{name}" for name in env}
+    positive: frozenset[str] = frozenset()
+    for index, (block, wiring) in enumerate(zip(chain.blocks, chain.wiring, strict=True)):
+        arguments = [env[name] for name in wiring.inputs]
+        seen = _look_at(index, block, arguments)
+        for name in seen.overwritten_inputs(wiring):
+            if any(name in later.inputs for later in chain.wiring[index + 1 :]):
+                raise CannotLower(
+                    f"block {index} overwrites its input {name!r}, which a later block reads too; "
+                    "let it work on a clone"
                 )
-    finally:
-        for module, training in modes.items():
-            module.training = training
+        inputs = tuple(where[name] for name in wiring.inputs)
+        heads = _heads(seen) if index == len(chain) - 1 else frozenset[fx.Node]()
+        lowered = _lower_block(index, seen, inputs, heads, positive)
+        positive |= lowered.non_negative
+        yield lowered
+        many = len(wiring.outputs) > 1
+        env |= zip(wiring.outputs, seen.result if many else [seen.result], strict=True)
+        handed_on = dict(
+            zip(wiring.outputs, lowered.outputs if many else [lowered.outputs], strict=True)
+        )
+        for name, value in handed_on.items():
+            if not isinstance(value, str) and index < len(chain) - 1:
+                raise CannotLower(
+                    f"block {index} hands on {name!r}, a {type(value).__name__}, as one value; "
+                    "give each of its tensors a name in the wiring"
+                )
+        where |= handed_on
 
 
-class Opaque(fx.GraphModule):
-    """A block that torch.fx cannot trace, as a graph of one node that calls it."""
-
-
-def as_graph(block: nn.Module) -> fx.GraphModule:
-    """The block's graph; of one node, computed in float, where it cannot be traced."""
+def as_graph(block: nn.Module, n_inputs: int = 1) -> fx.GraphModule:
+    """The block's graph, traced if it was given by hand."""
     if isinstance(block, fx.GraphModule):
         return block
-    try:
-        return fx.symbolic_trace(block)
-    except Exception:  # torch.fx raises whatever the traced code raises on a proxy
-        root = nn.Module()
-        root.add_module("block", block)
-        graph = fx.Graph()
-        graph.output(graph.call_module("block", (graph.placeholder("x"),)))
-        return Opaque(root, graph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about layers that stay whole
+        return graph_block(block, n_inputs)
 
 
-def _last_linear(chain: BlockChain) -> str | None:
-    """The classifier: the last linear layer, which is never quantized."""
-    *_, last = [
-        (name, m)
-        for name, m in chain.blocks[-1].named_modules()
-        if any(True for _ in m.parameters(recurse=False))
-    ] or [("", None)]
-    return last[0] if isinstance(last[1], nn.Linear) else None
+def _as_one_node(block: nn.Module, n_inputs: int, structure: Any) -> fx.GraphModule:
+    """A graph that calls the block as it is and takes its result apart."""
+    root, graph = nn.Module(), fx.Graph()
+    root.add_module("block", block)
+    inputs = tuple(graph.placeholder(f"x{i}") for i in range(n_inputs))
+    graph.output(_taken_apart(graph, graph.call_module("block", inputs), structure))
+    return fx.GraphModule(root, graph)
+
+
+def _taken_apart(graph: fx.Graph, node: fx.Node, structure: Any) -> Any:
+    """Nodes that read each value of a nested result."""
+    if structure is None:
+        return node
+
+    def part(key: Any) -> Any:
+        item = graph.call_function(operator.getitem, (node, key))
+        return _taken_apart(graph, item, structure[key])
+
+    if isinstance(structure, dict):
+        return {key: part(key) for key in structure}
+    return type(structure)(part(i) for i in range(len(structure)))
+
+
+def _structure(value: Any) -> Any:
+    """The tuples, lists and dicts that a result consists of, with None for what they hold."""
+    if isinstance(value, Tensor) or _is_plain(value):
+        return None
+    if type(value) in {tuple, list}:
+        return type(value)(_structure(part) for part in value)
+    if isinstance(value, dict):
+        return {key: _structure(part) for key, part in value.items()}
+    raise CannotLower(
+        f"a block returns a {type(value).__name__}; "
+        "expected tensors, or tuples, lists and dicts of them"
+    )
+
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, slice, range, type(None), type(...),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value holds no tensor, so that no gradient can flow through it."""
+    return all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value))
 
 
 class _Watch(fx.Interpreter):
-    """Runs a block and remembers the shape of every float tensor, and who makes tuples of them."""
+    """Runs a block and remembers what kind of value each node has, and what it overwrites."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.seen: dict[fx.Node, tuple[int, ...]] = {}
-        self.tuples: set[fx.Node] = set()
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph) -> None:
+        super().__init__(module, graph=graph)
+        self.extra_traceback = False  # our own message says where
+        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
+        self.bundles: dict[fx.Node, Any] = {}
+        """Results which are no tensors but may hold some."""
+        self.overwritten: dict[fx.Node, list[fx.Node]] = {}
+        self.tangled = False
+        """Whether a node overwrites what others look at, be it through a view."""
 
     def run_node(self, n: fx.Node) -> Any:
-        """Also note the shape."""
+        """Also note what there is to know."""
+        before = {node: _versions(value) for node, value in self.env.items()}
         result = super().run_node(n)
-        if isinstance(result, Tensor) and result.is_floating_point():
-            self.seen[n] = tuple(result.shape)
-        elif isinstance(result, list | tuple) and any(isinstance(x, Tensor) for x in result):
-            self.tuples.add(n)
+        changed = [node for node, old in before.items() if _versions(self.env[node]) != old]
+        if changed:
+            self.overwritten[n] = changed
+            self.tangled |= any(self.env[node] is not result for node in changed)
+        if isinstance(result, Tensor):
+            if result.is_floating_point():
+                self.shapes[n] = tuple(result.shape)
+        elif n.op != "output" and not _is_plain(result):
+            self.bundles[n] = result
         return result
+
+
+def _versions(value: Any) -> list[int]:
+    """PyTorch counts how often a tensor, or what it is a view of, was written to."""
+    return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A block after a run on the example."""
+
+    block: fx.GraphModule
+    graph: fx.Graph
+    """A copy that no module owns, so that operations do not keep the chain's weights alive."""
+    watch: _Watch
+    arguments: list[Any]
+    result: Any
+    whole: Any
+    channels_last: bool
+
+    def overwritten_inputs(self, wiring: Wiring) -> list[str]:
+        """The inputs that the block has written into."""
+        pairs = zip(wiring.inputs, self.arguments, strict=True)
+        return [name for name, x in pairs if isinstance(x, Tensor) and x._version]
+
+
+def _look_at(index: int, block: nn.Module, arguments: list[Any]) -> _Seen:
+    """Run the block on the example; what cannot be traced or told apart stays one node."""
+    try:
+        try:
+            seen = _watched(as_graph(block, len(arguments)), arguments, None)
+            if not seen.watch.tangled:
+                return seen
+        except CannotSplit:
+            pass
+        whole = _structure(block(*map(_copied, arguments)))
+        one_node = _as_one_node(block, len(arguments), whole)
+        return _watched(one_node, arguments, () if whole is None else whole)
+    except CannotLower:
+        raise
+    except Exception as error:
+        got = ", ".join(str(tuple(x.shape)) for x in arguments if isinstance(x, Tensor))
+        raise InvalidExample(
+            f"block {index} does not run on the example, which reaches it as {got}: {error}"
+        ) from error
+
+
+def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> _Seen:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.graph, val_map={}))
+    watch = _Watch(traced, graph)
+    own = [_copied(x) for x in arguments]
+    result = watch.run(*own)
+    if any(node in watch.bundles for node in graph.output_node().all_input_nodes):
+        _return_single_values(graph, watch.bundles)
+        watch = _Watch(traced, graph)
+        own = [_copied(x) for x in arguments]
+        result = watch.run(*own)
+    return _Seen(traced, graph, watch, own, result, whole, _runs_channels_last(traced, arguments))
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _return_single_values(graph: fx.Graph, bundles: dict[fx.Node, Any]) -> None:
+    """Take results apart which the block returns as they are."""
+    output = graph.output_node()
+
+    def apart(node: fx.Node) -> Any:
+        return _taken_apart(graph, node, _structure(bundles.get(node)))
+
+    with graph.inserting_before(output):
+        output.args = (_mapped(output.args[0], apart),)
+
+
+def _runs_channels_last(traced: fx.GraphModule, arguments: list[Any]) -> bool:
+    twin_block = twin(traced, {}).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    trial = fx.Interpreter(twin_block)
+    trial.extra_traceback = False
+    images = torch.channels_last
+    own = [
+        x.contiguous(memory_format=images) if isinstance(x, Tensor) and x.ndim == 4 else x
+        for x in map(_copied, arguments)
+    ]
+    try:
+        trial.run(*own)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _mapped(structure: Any, of: Callable[[fx.Node], Any]) -> Any:
+    """What a graph returns, with each node replaced, in ordinary lists and dicts."""
+    if isinstance(structure, fx.Node):
+        return of(structure)
+    if isinstance(structure, dict):
+        return {key: _mapped(part, of) for key, part in structure.items()}
+    if isinstance(structure, list):
+        return [_mapped(part, of) for part in structure]
+    if isinstance(structure, tuple):
+        parts = [_mapped(part, of) for part in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+    return structure
+
+
+def is_plain(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a layer does just what PyTorch's own does, with a weight of its own.
+
+    A subclass may have another forward, a hook may change what goes in and comes out, and a
+    weight may be computed from others.
+    """
+    own = type(layer)
+    return (
+        any(
+            isinstance(layer, kind)
+            and own.forward is kind.forward
+            and getattr(own, "_conv_forward", None) is getattr(kind, "_conv_forward", None)
+            for kind in kinds
+        )
+        and "weight" in layer._parameters
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+    )
+
+
+def _heads(seen: _Seen) -> frozenset[fx.Node]:
+    """The classifiers: linear layers that no other layer follows. They are never quantized."""
+
+    def calls(node: fx.Node, *kinds: type[nn.Module]) -> bool:
+        if node.op != "call_module":
+            return False
+        return is_plain(seen.block.get_submodule(str(node.target)), *kinds)
+
+    followed: set[fx.Node] = set()
+    for node in reversed(seen.graph.nodes):
+        if any(user in followed or calls(user, nn.Conv2d, nn.Linear) for user in node.users):
+            followed.add(node)
+    return frozenset(n for n in seen.graph.nodes if calls(n, nn.Linear) and n not in followed)
 
 
 def _lower_block(
     index: int,
-    block: fx.GraphModule,
-    watch: _Watch,
+    seen: _Seen,
     inputs: tuple[str, ...],
-    keep_float: str | None,
+    heads: frozenset[fx.Node],
     positive: frozenset[str],
 ) -> LoweredBlock:
-    shapes, tuples = watch.seen, watch.tuples
+    block, watch = seen.block, seen.watch
     names: dict[fx.Node, str] = {}
-    sized: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     operations: list[Operation] = []
     outputs: Any = None
     arriving = iter(inputs)
-    for node in block.graph.nodes:
+    for node in seen.graph.nodes:
         if node.op == "placeholder":
             names[node] = next(arriving)
         elif node.op == "output":
-            outputs = fx.map_arg(node.args[0], lambda n: names[n])
-        elif node in tuples and node.op != "output":
-            if any(user.op == "output" for user in node.users):
-                raise CannotLower(
-                    f"block {index} returns the whole tuple of {node.format_node()}; "
-                    "return its tensors one by one"
-                )
-        elif (source := _passed_through(node, block)) is not None:
+            outputs = _mapped(node.args[0], lambda n: ValueName(names[n]))
+            break
+        elif node in watch.bundles:
+            continue  # runs as part of the nodes that take it apart
+        elif (source := passed_through(node, block)) is not None:
             names[node] = names[source]
         else:
             names[node] = f"{index}.{node.name}"
-            operations.append(_operation(node, block, dict(names), watch, keep_float))
-            if (overwritten := mutated(node, block)) is not None:
+            operations.append(_operation(node, block, dict(names), watch, node not in heads))
+            for overwritten in watch.overwritten.get(node, ()):
                 # Whoever reads the input after this node sees what the node wrote into it.
                 old = names[overwritten]
                 for other in [n for n, name in names.items() if name == old]:
                     names[other] = names[node]
-        if node in shapes:
-            sized.setdefault(names.get(node, ""), shapes[node])
-    fused = _fuse(operations, sized, set(_leaves(outputs)), block)
-    non_negative = frozenset(_non_negative(fused, block, set(positive)))
+        if node in watch.shapes:
+            shapes.setdefault(names[node], watch.shapes[node])
+    fused = _fuse(operations, shapes, set(_leaves(outputs)), block)
     return LoweredBlock(
-        tuple(fused), inputs, outputs, sized, non_negative, _sites(fused, sized, outputs)
+        operations=tuple(fused),
+        inputs=inputs,
+        outputs=outputs,
+        shapes=shapes,
+        non_negative=frozenset(_non_negative(fused, block, set(positive))),
+        sites=_sites(fused, shapes, outputs),
+        channels_last=seen.channels_last,
+        whole=seen.whole,
     )
 
 
 def _leaves(structure: Any) -> list[str]:
-    found: list[str] = []
-    if isinstance(structure, str):
-        found.append(structure)
-    elif isinstance(structure, dict):
-        for part in structure.values():
-            found += _leaves(part)
-    elif isinstance(structure, list | tuple):
-        for part in structure:
-            found += _leaves(part)
-    return found
+    """The names of the values in what a block returns."""
+    return [leaf for leaf in pytree.tree_leaves(structure) if isinstance(leaf, ValueName)]
 
 
 def _kind(node: fx.Node, block: nn.Module) -> Any:
     """The function, method name or module class that a node calls."""
     if node.op == "call_module":
         return type(block.get_submodule(str(node.target)))
-    return node.target
+    return node.target if node.op in {"call_function", "call_method"} else None
 
 
-def _passed_through(node: fx.Node, block: nn.Module) -> fx.Node | None:
+def passed_through(node: fx.Node, block: nn.Module) -> fx.Node | None:
     """The input of a node that, frozen, hands its input on: dropout and identity."""
     kind = _kind(node, block)
     is_module = isinstance(kind, type) and issubclass(kind, _DropoutNd | nn.Identity)
@@ -295,70 +503,60 @@ def _passed_through(node: fx.Node, block: nn.Module) -> fx.Node | None:
     return node.all_input_nodes[0] if is_module or is_function else None
 
 
-def mutated(node: fx.Node, block: nn.Module) -> fx.Node | None:
-    """The input that a node overwrites, if it works in place."""
-    in_place = (
-        (node.op == "call_method" and str(node.target).endswith("_"))
-        or node.kwargs.get("inplace") is True
-        or (node.op == "call_function" and getattr(node.target, "__name__", "").endswith("_"))
-        or node.target in {operator.iadd, operator.imul, operator.isub, operator.itruediv}
-        or (
-            node.op == "call_module"
-            and getattr(block.get_submodule(str(node.target)), "inplace", False) is True
-        )
-    )
-    return node.all_input_nodes[0] if in_place else None
-
-
 def _operation(
-    node: fx.Node,
-    block: nn.Module,
-    names: dict[fx.Node, str],
-    watch: _Watch,
-    keep_float: str | None,
+    node: fx.Node, block: nn.Module, names: dict[fx.Node, str], watch: _Watch, quantized: bool
 ) -> Operation:
-    kind, name, shapes = _kind(node, block), names[node], watch.seen
-    nodes = (*_tuple_makers(node, watch.tuples), node)
+    kind, name, shapes = _kind(node, block), names[node], watch.shapes
+    nodes = (*_makers(node, watch.bundles), node)
     sources = [n for inner in nodes for n in inner.all_input_nodes if n not in nodes]
     inputs = tuple(names[n] for n in dict.fromkeys(sources))
-    shape = shapes.get(node, ())
-    if node.op == "call_module" and node.target != keep_float:
+    if node.op == "call_module" and quantized:
         module, target = block.get_submodule(str(node.target)), str(node.target)
-        if isinstance(module, nn.Linear) or (type(module) is nn.Conv2d and _convertible(module)):
+        rank = len(shapes.get(node, ()))
+        if is_plain(module, nn.Linear) and rank > 1:
             return MapOp(name, inputs[0], layer=target)
-        if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
+        if is_plain(module, nn.Conv2d) and rank == 4 and _convertible(module):
+            return MapOp(name, inputs[0], layer=target)
+        if is_plain(module, nn.BatchNorm2d) and module.running_mean is not None:
             return MapOp(name, inputs[0], layer=None, norm=target)
     if (activation := _RELUS.get(kind)) is not None:
         return ActOp(name, inputs[0], activation)
-    if kind in _CONCATENATIONS and len(shape) == 4 and set(node.all_input_nodes) <= set(shapes):
-        parts, dim = _parts_and_dim(*node.args, **node.kwargs)
-        if isinstance(parts, list | tuple) and isinstance(dim, int):
+    if kind in _CONCATENATIONS and set(node.all_input_nodes) <= set(shapes):
+        parts, dim = _parts_and_dim(node)
+        if len(shapes[node]) == 4 and isinstance(parts, list | tuple) and isinstance(dim, int):
             return CatOp(name, tuple(names[part] for part in parts), dim)
     layout = all(_only_moves(inner, block) for inner in nodes)
-    return NodeOp(name, nodes, inputs, layout, names)
+    overwrites = any(inner in watch.overwritten for inner in nodes)
+    return NodeOp(name, nodes, inputs, layout and not overwrites, overwrites, names)
 
 
-def _parts_and_dim(tensors: Any, dim: Any = 0) -> tuple[Any, Any]:
+def _parts_and_dim(node: fx.Node) -> tuple[Any, Any]:
     """The arguments of ``torch.cat``, wherever they were given."""
-    return tensors, dim
+    given = dict(zip(("tensors", "dim"), node.args, strict=False)) | node.kwargs
+    return given["tensors"], given.get("dim", given.get("axis", 0))
 
 
-def _tuple_makers(node: fx.Node, tuples: set[fx.Node]) -> list[fx.Node]:
-    """The nodes whose tuples ``node`` takes apart: they run as part of it."""
+def _makers(node: fx.Node, bundles: Container[fx.Node]) -> list[fx.Node]:
+    """The nodes whose tuples and the like ``node`` takes apart: they run as part of it."""
     makers: list[fx.Node] = []
     for source in node.all_input_nodes:
-        if source in tuples and source not in makers:
-            makers += [*_tuple_makers(source, tuples), source]
-    return makers
+        if source in bundles:
+            makers += [*_makers(source, bundles), source]
+    return list(dict.fromkeys(makers))
 
 
 def _only_moves(node: fx.Node, block: nn.Module) -> bool:
     kind = _kind(node, block)
-    return kind in _LAYOUTS and not (kind is getattr and node.args[1] != "shape")
+    return (
+        kind in _LAYOUTS
+        and not (kind is getattr and node.args[1] != "shape")
+        and not any(isinstance(value, torch.dtype) for value in node.args)  # view(torch.int32)
+    )
 
 
-def _convertible(layer: nn.Conv2d) -> bool:
+def _convertible(layer: nn.Module) -> bool:
     """Whether a convolution is a plain one whose gradient is a convolution again."""
+    assert isinstance(layer, nn.Conv2d)
     strided, dilated = set(layer.stride) != {1}, set(layer.dilation) != {1}
     return (
         layer.padding_mode == "zeros"
@@ -388,7 +586,7 @@ def _fuse(
     for op in operations:
         fused: Operation = op
         if isinstance(op, MapOp) and op.layer is None and (maker := only_feeds(op.x)):
-            if maker.layer and maker.norm is None and maker.addend is None:
+            if _is_convolution(maker, block) and maker.norm is None and maker.addend is None:
                 fused = replace(maker, name=op.name, norm=op.norm)
                 del made[maker.name]
         elif isinstance(op, ActOp) and (maker := only_feeds(op.x)):
@@ -397,7 +595,7 @@ def _fuse(
         elif isinstance(op, NodeOp) and _is_sum_of_maps(op, shapes):
             for mine, other in (op.inputs[::-1], op.inputs):
                 maker = only_feeds(mine)
-                if maker and maker.layer and maker.addend is None and _is_convolution(maker, block):
+                if maker and maker.addend is None and _is_convolution(maker, block):
                     fused = replace(maker, name=op.name, addend=other)
                     del made[maker.name]
                     break
@@ -409,7 +607,7 @@ def _is_sum_of_maps(op: NodeOp, shapes: dict[str, tuple[int, ...]]) -> bool:
     """Whether this adds two different feature maps of one shape, without any factor."""
     return (
         op.nodes[-1].target in _ADDITIONS
-        and "alpha" not in op.nodes[-1].kwargs
+        and not {"alpha", "out"} & op.nodes[-1].kwargs.keys()
         and len(set(op.inputs)) == 2
         and len({shapes.get(name) for name in (*op.inputs, op.name)}) == 1
     )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cocofl.chain import BlockChain, Wiring
-from cocofl.errors import InvalidSetting
+from cocofl.errors import CannotLower, InvalidSetting, InvalidSpan
 from cocofl.freeze.floating import fused, with_batch_statistics
 from cocofl.freeze.kernels import kernel, safe_weight_bits
 from cocofl.freeze.lean import lean_blocks
-from cocofl.freeze.lowering import LoweredBlock, as_graph, lower
+from cocofl.freeze.lowering import LoweredBlock, lower
 from cocofl.freeze.observe import ScaleMeter
 from cocofl.freeze.plan import KernelPlan
 from cocofl.freeze.region import ChooseKernel, IntegerRegion, Row, describe_operation
@@ -53,10 +55,17 @@ def freeze(
     >>> sorted(net.update().tensors)
     ['2.bias', '2.weight']
     """
+    if not isinstance(chain, BlockChain):
+        raise InvalidSetting(
+            f"freeze takes a BlockChain, not a {type(chain).__name__}; "
+            "make one with cocofl.split(model, example)"
+        )
+    if not isinstance(span, Span):
+        raise InvalidSpan(f"the span is {span!r}; expected one such as cocofl.Span(2, 4)")
     span.check_fits(len(chain))
     _check_choice("variant", variant, VARIANTS)
     _check_choice("backend", backend, BACKENDS)
-    if not headroom >= 1:
+    if not 1 <= headroom < math.inf:
         raise InvalidSetting(f"headroom is {headroom}; a grid needs at least its measured range, 1")
     if weight_bits not in {None, 7, 8}:
         raise InvalidSetting(f"weight_bits is {weight_bits}; expected 7 or 8")
@@ -65,8 +74,7 @@ def freeze(
         state = chain_state(chain)
     check_state(chain, state, lowered)
     if variant != "qff":
-        convert = with_batch_statistics if variant == "f" else fused
-        parts = _float_parts(chain, span, state, convert)
+        parts = _float_parts(chain, span, state, lowered, fuse=variant == "ff")
     else:
         integer = IntegerSettings(
             choose=_chooser(backend, _DEFAULT_PLAN if plan is None else plan),
@@ -97,6 +105,7 @@ class Part(NamedTuple):
     blocks: range
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    channels_last: bool = True
 
 
 class IntegerSettings(NamedTuple):
@@ -161,12 +170,14 @@ class FrozenNet(nn.Module):
         return result
 
     def _run(self, part: Part, arguments: list[Any]) -> Any:
+        if not part.channels_last:
+            arguments = [x.contiguous() if isinstance(x, Tensor) else x for x in arguments]
         if part.role is Role.FROZEN:
             with torch.no_grad():
                 return part.run(*arguments)
         if part.role is Role.TRAINED and self._measuring:
             (index,) = part.blocks
-            block = as_graph(part.run)  # type: ignore[arg-type]
+            block = self._lowered[index].graph(part.run)  # type: ignore[arg-type]
             meter = ScaleMeter(index, block, self._lowered[index], self._scales)
             return meter.run(*arguments)
         return part.run(*arguments)
@@ -195,7 +206,7 @@ class FrozenNet(nn.Module):
                 rows += part.run.rows
                 continue
             for index in part.blocks:
-                block = as_graph(part.run)  # type: ignore[arg-type]
+                block = self._lowered[index].graph(part.run)  # type: ignore[arg-type]
                 rows += [
                     Row(index, part.role.value, describe_operation(op, block), "float32")
                     for op in self._lowered[index].operations
@@ -220,26 +231,35 @@ def _finished_after(parts: Sequence[Part]) -> list[list[str]]:
     return finished[::-1]
 
 
-def _float_part(block: nn.Module, role: Role, index: int, wiring: Wiring) -> Part:
-    block = block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    block.requires_grad_(role is Role.TRAINED)
-    return Part(block, role, range(index, index + 1), wiring.inputs, wiring.outputs)
+def _float_part(
+    block: nn.Module, role: Role, index: int, wiring: Wiring, channels_last: bool
+) -> Part:
+    if channels_last:
+        block = block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if role is not Role.TRAINED:
+        block.requires_grad_(False)
+    blocks = range(index, index + 1)
+    return Part(block, role, blocks, wiring.inputs, wiring.outputs, channels_last)
 
 
 def _float_parts(
     chain: BlockChain,
     span: Span,
     state: Mapping[str, Tensor],
-    convert: Callable[[nn.Module], nn.Module],
+    lowered: Sequence[LoweredBlock],
+    *,
+    fuse: bool,
 ) -> list[Part]:
     parts = []
     for index, (block, wiring) in enumerate(zip(chain.blocks, chain.wiring, strict=True)):
-        role = span.role(index)
+        role, low = span.role(index), lowered[index]
         if role is Role.TRAINED:
             own = twin(lean_blocks(chain)[index], state).train()
+        elif fuse:
+            own = fused(low.graph(twin(block, state)), low.flat_nodes)
         else:
-            own = convert(twin(block, state).train())
-        parts.append(_float_part(own, role, index, wiring))
+            own = with_batch_statistics(twin(block, state).train())
+        parts.append(_float_part(own, role, index, wiring, low.channels_last))
     return parts
 
 
@@ -253,17 +273,18 @@ def _integer_parts(
     parts = []
     if span.start > 0:
         blocks = range(span.start)
-        parts.append(_integer_part(chain, blocks, Role.FROZEN, state, lowered, settings))
+        parts.append(integer_part(chain, blocks, Role.FROZEN, state, lowered, settings))
     for index in range(span.start, span.stop):
         block = twin(lean_blocks(chain)[index], state).train()
-        parts.append(_float_part(block, Role.TRAINED, index, chain.wiring[index]))
+        wiring, channels_last = chain.wiring[index], lowered[index].channels_last
+        parts.append(_float_part(block, Role.TRAINED, index, wiring, channels_last))
     if span.stop < len(chain):
         blocks = range(span.stop, len(chain))
-        parts.append(_integer_part(chain, blocks, Role.PASSING, state, lowered, settings))
+        parts.append(integer_part(chain, blocks, Role.PASSING, state, lowered, settings))
     return parts
 
 
-def _integer_part(
+def integer_part(
     chain: BlockChain,
     blocks: range,
     role: Role,
@@ -271,6 +292,7 @@ def _integer_part(
     lowered: Sequence[LoweredBlock],
     settings: IntegerSettings,
 ) -> Part:
+    """Consecutive frozen blocks as one int8 region."""
     produced: dict[str, Any] = {}  # by the name in the chain, what the region calls it
     taken: dict[str, str] = {}
     for index in blocks:
@@ -280,16 +302,22 @@ def _integer_part(
                 taken[name] = value
         many = len(wiring.outputs) > 1
         produced.update(zip(wiring.outputs, low.outputs if many else [low.outputs], strict=True))
+    for one, other in combinations(taken, 2):
+        if taken[one] == taken[other]:
+            raise CannotLower(
+                f"{one!r} and {other!r} are one value once dropout is gone, but block "
+                f"{blocks.start} takes both; hand on one of them"
+            )
     if blocks.stop == len(chain):
         outputs = chain.wiring[-1].outputs
     else:
         later = {name for wiring in chain.wiring[blocks.stop :] for name in wiring.inputs}
         outputs = tuple(name for name in produced if name in later)
     region = IntegerRegion(
-        [(i, lowered[i], as_graph(twin(chain.blocks[i], state))) for i in blocks],
+        [(i, lowered[i], lowered[i].graph(twin(chain.blocks[i], state))) for i in blocks],
         inputs=tuple(taken.values()),
         outputs=_one_or_many([produced[name] for name in outputs]),
-        scales=scales_of(state),
+        scales=scales_of(state, lowered),
         non_negative=frozenset[str]().union(*(low.non_negative for low in lowered)),
         headroom=settings.headroom,
         weight_bits=settings.weight_bits,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from cocofl.errors import CannotLower, InvalidSetting
 from cocofl.freeze.fusion import affine, fold
 from cocofl.freeze.gradient import InputGradient
 from cocofl.freeze.grids import Grids
 from cocofl.freeze.kernels import Geometry, Kernel, LinearMap, Prepared
-from cocofl.freeze.lowering import ActOp, CatOp, LoweredBlock, MapOp, Operation
+from cocofl.freeze.lowering import ActOp, CatOp, LoweredBlock, MapOp, Operation, ValueName
 from cocofl.freeze.steps import (
     ActStep,
     CatStep,
@@ -57,9 +60,12 @@ class IntegerRegion:
         choose: ChooseKernel,
         passing: bool,
     ) -> None:
-        self.passing = passing
-        self.inputs, self.outputs = inputs, outputs
+        self.passing, self.inputs = passing, inputs
+        leaves, self._structure = pytree.tree_flatten(outputs)
+        self._leaves: list[Any] = leaves
+        self._ends = list(dict.fromkeys(x for x in leaves if isinstance(x, ValueName)))
         self.rows: list[Row] = []
+        _refuse_other_than_float32(blocks)
         operations = [op for _, lowered, _ in blocks for op in lowered.operations]
         shapes = {name: shape for _, low, _ in blocks for name, shape in low.shapes.items()}
         compiler = _Compiler(
@@ -69,6 +75,7 @@ class IntegerRegion:
             weight_bits=weight_bits,
             choose=choose,
             passing=passing,
+            borders={*inputs, *self._ends},
         )
         self._steps: list[Step] = []
         for index, lowered, block in blocks:
@@ -77,11 +84,11 @@ class IntegerRegion:
                 self._steps += steps
                 role = "passing" if passing else "frozen"
                 self.rows.append(Row(index, role, describe_operation(op, block), kernel))
-        ends = pytree.tree_leaves(outputs)
-        self._release = _last_uses(self._steps, ends)
-        self._expected = Counter([*ends, *(name for step in self._steps for name in step.inputs)])
+        self._release = _last_uses(self._steps, self._ends)
+        read = [name for step in self._steps for name in step.inputs]
+        self._expected = Counter([*self._ends, *read])
 
-    def forward(self, inputs: Sequence[Any]) -> Any:
+    def forward(self, inputs: Sequence[Any]) -> list[Any]:
         """Run without a trace: nothing is kept, values are dropped after their last use."""
         env: Environment = dict(zip(self.inputs, inputs, strict=True))
         for step, finished in zip(self._steps, self._release, strict=True):
@@ -90,7 +97,7 @@ class IntegerRegion:
                 env.pop(name, None)
         return self._collect(env)
 
-    def record(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def record(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run and keep, per step, the little that backward needs."""
         env: Environment = dict(zip(self.inputs, inputs, strict=True))
         tape = []
@@ -101,47 +108,77 @@ class IntegerRegion:
                 env.pop(name, None)
         return self._collect(env), tape
 
-    def _collect(self, env: Environment) -> Any:
-        return pytree.tree_map(lambda name: floats_of(env[name]), self.outputs)
+    def _collect(self, env: Environment) -> list[Any]:
+        return [floats_of(env[name]) for name in self._ends]
 
-    def backward(self, tape: list[Any], gradients: Mapping[str, Tensor]) -> Tensor | None:
-        """The gradient of the region's first input."""
+    def backward(self, tape: list[Any], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradient of each input, from that of each value returned."""
         sink = Sink(self._expected)
-        for name, gradient in gradients.items():
-            sink.put(name, gradient)
+        for name, gradient in zip(self._ends, gradients, strict=True):
+            if gradient is not None:
+                sink.put(name, gradient)
         for step in reversed(self._steps):
             kept = tape.pop()
             if (arrived := sink.take(step.name)) is not None:
                 step.backward(kept, arrived, sink)
-        found = sink.take(self.inputs[0])
-        return None if found is None else as_float(found)
+        found = [sink.take(name) for name in self.inputs]
+        floats = [None if gradient is None else as_float(gradient) for gradient in found]
+        return floats if all(map(_is_finite, gradients)) else [_broken(x) for x in floats]
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the blocks return; differentiable in the first input if the region is passing."""
-        if not (self.passing and torch.is_grad_enabled()):
+        """What the blocks return; differentiable in the inputs if the region is passing."""
+        # No code stands for NaN: what came of it must not look sound.
+        sound = all(map(_is_finite, inputs))
+        if self.passing and torch.is_grad_enabled():
+            ends = _PassThrough.apply(self, *inputs)  # type: ignore[no-untyped-call]
+        else:
             with torch.no_grad():
-                return self.forward(inputs)
-        flat = _PassThrough.apply(self, inputs[0], inputs[1:])  # type: ignore[no-untyped-call]
-        return pytree.tree_unflatten(list(flat), pytree.tree_structure(self.outputs))
+                ends = self.forward(inputs)
+        values = dict(zip(self._ends, ends if sound else map(_broken, ends), strict=True))
+        leaves = [values[x] if isinstance(x, ValueName) else x for x in self._leaves]
+        return pytree.tree_unflatten(leaves, self._structure)
+
+
+def _is_finite(x: Any) -> bool:
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return True
+    return math.isfinite(x.detach().sum().item())
+
+
+def _broken(x: Any) -> Any:
+    return x * math.nan if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 class _PassThrough(torch.autograd.Function):
     """Autograd sees a whole passing region as one node."""
 
     @staticmethod
-    def forward(ctx: Any, region: IntegerRegion, x: Tensor, sides: Sequence[Any]) -> Any:
-        result, tape = region.record([x, *sides])
-        ctx.region, ctx.tape = region, tape
-        return tuple(pytree.tree_leaves(result))
+    def forward(ctx: Any, region: IntegerRegion, *inputs: Any) -> tuple[Any, ...]:
+        result, ctx.tape = region.record(inputs)
+        ctx.region = region
+        ctx.set_materialize_grads(False)
+        return tuple(result)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None, None]:
-        region, tape = ctx.region, ctx.tape
-        ctx.tape = None
-        assert tape is not None, "a passing region can go backward only once per forward"
-        names = pytree.tree_leaves(region.outputs)
-        known = {n: g for n, g in zip(names, gradients, strict=True) if g is not None}
-        return None, region.backward(tape, known), None
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        tape, ctx.tape = ctx.tape, None
+        if tape is None:
+            raise InvalidSetting(
+                "an int8 region goes backward once per forward pass, and then lets go of what it "
+                "kept; run the network forward again (retain_graph cannot help here)"
+            )
+        return None, *ctx.region.backward(tape, gradients)
+
+
+def _refuse_other_than_float32(blocks: Iterable[tuple[int, LoweredBlock, fx.GraphModule]]) -> None:
+    for index, _, block in blocks:
+        for key, parameter in block.named_parameters():
+            if parameter.dtype != torch.float32:
+                raise CannotLower(
+                    f"int8 needs a float32 network, but {key!r} of block {index} is "
+                    f"{parameter.dtype}; convert it with model.float(), or use variant='ff'"
+                )
 
 
 def _last_uses(steps: Sequence[Step], outputs: Iterable[str]) -> list[list[str]]:
@@ -166,7 +203,10 @@ class _Compiler:
         weight_bits: int,
         choose: ChooseKernel,
         passing: bool,
+        borders: Container[str],
     ) -> None:
+        """``borders`` are the values that enter and leave in float32, scaled on the fly."""
+        self._borders = borders
         self._shapes, self._grids, self._bits = shapes, grids, weight_bits
         self._choose, self._passing = choose, passing
         self._wanted = _wanted_as_codes(operations)
@@ -201,7 +241,7 @@ class _Compiler:
         for value in values:
             if value not in self._in_codes and value not in self._converted:
                 coded, unsigned = f"{value} as codes", self._grids.unsigned(value)
-                grid = self._grids.output(value)
+                grid = None if value in self._borders else self._grids.output(value)
                 steps.append(ToCodes(coded, value, grid, unsigned=unsigned))
                 self._converted[value] = coded
             names.append(self._converted.get(value, value))
@@ -232,9 +272,10 @@ class _Compiler:
             output=self._grids.output(op.name) if as_codes else None,
             as_codes=as_codes,
             unsigned=self._grids.unsigned(op.name),
-            gradient=self._grids.gradient(op.name),
+            gradient=None if op.name in self._borders else self._grids.gradient(op.name),
             input_gradient=self._grids.gradient(op.x),
             input_gradient_as_codes=op.x in self._gradient_in_codes,
+            image_shape=self._shapes[op.x][1:] if self._passing and geometry else None,
         )
         run = kernel.prepare(linear_map)
         step = MapStep(op.name, inputs, op.activation, run, backward, targets)

@@ -48,9 +48,9 @@ def chain_state(chain: BlockChain) -> State:
     return {key: t.clone() for block in chain.blocks for key, t in block_state(block).items()}
 
 
-def scales_of(state: Mapping[str, Tensor]) -> dict[str, float]:
-    """The scales in a state, by key."""
-    return {key: float(t) for key, t in state.items() if key.startswith("scales.")}
+def scales_of(state: Mapping[str, Tensor], lowered: Iterable[LoweredBlock]) -> dict[str, float]:
+    """The scales in a state, by key; a model may have tensors whose names begin like theirs."""
+    return {key: float(state[key]) for key in _scale_keys(lowered) if key in state}
 
 
 def check_state(

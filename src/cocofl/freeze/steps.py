@@ -6,17 +6,20 @@ where an int8 operation made it, float32 elsewhere.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
+from cocofl.chain.trace import is_layer
+from cocofl.errors import InvalidExample
 from cocofl.freeze.gradient import InputGradient
 from cocofl.freeze.kernels import Prepared
-from cocofl.freeze.lowering import Activation, NodeOp, mutated
+from cocofl.freeze.lowering import Activation, NodeOp
+from cocofl.freeze.twins import twin
 from cocofl.numerics import (
     LARGEST_CODE,
     MIDDLE,
@@ -118,6 +121,8 @@ class MapTargets(NamedTuple):
     gradient: Grid | None
     input_gradient: Grid | None
     input_gradient_as_codes: bool
+    image_shape: tuple[int, ...] | None
+    """Channels, height and width for which the gradient of a convolution was prepared."""
 
 
 class MapStep(Step):
@@ -147,6 +152,12 @@ class MapStep(Step):
 
     def record(self, env: Environment) -> tuple[Gradient, Any]:
         """Keeps what tells where the activation let values pass: one byte an element."""
+        shape, expected = tuple(env[self.inputs[0]].values.shape[1:]), self._to.image_shape
+        if expected is not None and shape != expected:
+            raise InvalidExample(
+                f"images of {_by(shape)} reach {self.name!r}; its int8 gradient was prepared for "
+                f"{_by(expected)}. Split the model with an example of the size it is trained on."
+            )
         y = self.forward(env)
         if self._activation is None:
             return y, None
@@ -172,14 +183,18 @@ class MapStep(Step):
             sink.put(x, self._gradient(gradient, None, None))
 
 
+def _by(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
+
+
 def _cap(y: Gradient, upper: float) -> Gradient:
     if isinstance(y, Codes):
-        return Codes(y.values.clamp_max_(_code_of(upper, y.grid)), y.grid)
+        return Codes(y.values.clamp_max_(min(_code_of(upper, y.grid), LARGEST_CODE)), y.grid)
     return y.clamp_max_(upper)
 
 
 def _code_of(value: float, grid: Grid) -> int:
-    return min(round(value / grid.scale) + grid.zero_point, LARGEST_CODE)
+    return round(value / grid.scale) + grid.zero_point
 
 
 def _passed(y: Gradient, activation: Activation | None) -> Tensor:
@@ -191,7 +206,7 @@ def _passed(y: Gradient, activation: Activation | None) -> Tensor:
     # min(code - zero, 1): comparing bytes is twenty times slower in PyTorch
     above = y.values if y.grid.zero_point == 0 else y.values - y.grid.zero_point
     passed = above.clamp_max(1)
-    if activation.upper is not None and (top := _code_of(activation.upper, y.grid)) < LARGEST_CODE:
+    if activation.upper is not None and (top := _code_of(activation.upper, y.grid)) <= LARGEST_CODE:
         passed *= (top - y.values).clamp_max_(1)
     return passed
 
@@ -265,6 +280,13 @@ class CatStep(Step):
             sink.put(name, Codes(own, gradient.grid) if isinstance(gradient, Codes) else own)
 
 
+class _Replay(NamedTuple):
+    """What backward needs of a node that moved codes: it moves floats of that shape again."""
+
+    shape: torch.Size
+    others: Environment
+
+
 class NodeStep(Step):
     """A node computed as it stands in the graph: in float32, or on codes where it only moves them.
 
@@ -274,17 +296,20 @@ class NodeStep(Step):
     def __init__(self, op: NodeOp, block: nn.Module) -> None:
         self.name, self.inputs, self._layout = op.name, op.inputs, op.layout
         self._names, self._calls = op.names, [(node, _callable(node, block)) for node in op.nodes]
-        self._mutates = any(mutated(node, block) is not None for node in op.nodes)
+        self._overwrites = op.overwrites
 
     def forward(self, env: Environment) -> Any:
         """On codes for a layout, else on floats."""
-        if self._layout and isinstance(env[self.inputs[0]], Codes):
+        if self._moves_codes(env):
             source: Codes = env[self.inputs[0]]
             return _recode(self._apply(lambda name: _raw(env[name])), source.grid)
         return self._apply(lambda name: self._own(floats_of(env[name])))
 
+    def _moves_codes(self, env: Environment) -> bool:
+        return self._layout and bool(self.inputs) and isinstance(env[self.inputs[0]], Codes)
+
     def _own(self, value: Any) -> Any:
-        return value.clone() if self._mutates and isinstance(value, Tensor) else value
+        return value.clone() if self._overwrites and isinstance(value, Tensor) else value
 
     def _apply(self, read: Callable[[str], Any]) -> Any:
         made: dict[fx.Node, Any] = {}
@@ -298,6 +323,16 @@ class NodeStep(Step):
 
     def record(self, env: Environment) -> tuple[Any, Any]:
         """Keeps autograd's graph of this node, if a gradient can pass it."""
+        if self._moves_codes(env):
+            source, others = self.inputs[0], self.inputs[1:]
+            kept = _Replay(env[source].values.shape, {name: env[name] for name in others})
+            return self.forward(env), kept
+        leaves, result = self._traced(env)
+        if isinstance(result, Tensor):
+            return result.detach(), (leaves, result) if result.requires_grad else None
+        return result, None
+
+    def _traced(self, env: Environment) -> tuple[dict[str, Tensor], Any]:
         leaves = {
             name: value.detach().requires_grad_()
             for name in dict.fromkeys(self.inputs)
@@ -307,18 +342,19 @@ class NodeStep(Step):
             result = self._apply(
                 lambda name: self._own(leaves[name] if name in leaves else floats_of(env[name]))
             )
-        if isinstance(result, Tensor) and result.requires_grad:
-            return result.detach(), (leaves, result)
-        return result, None
+        return leaves, result
 
     def backward(self, kept: Any, gradient: Gradient, sink: Sink) -> None:
         """Autograd, over this node alone."""
         if kept is None:
             return
-        leaves, result = kept
-        found = torch.autograd.grad(
-            result, list(leaves.values()), as_float(gradient), allow_unused=True
-        )
+        arrived = as_float(gradient)
+        if isinstance(kept, _Replay):
+            blank = torch.empty(kept.shape, device=arrived.device)
+            leaves, result = self._traced({self.inputs[0]: blank} | kept.others)
+        else:
+            leaves, result = kept
+        found = torch.autograd.grad(result, list(leaves.values()), arrived, allow_unused=True)
         for name, part in zip(leaves, found, strict=True):
             if part is not None:
                 sink.put(name, part)
@@ -339,9 +375,11 @@ def _recode(result: Any, grid: Grid) -> Any:
 def _callable(node: fx.Node, block: nn.Module) -> Callable[..., Any]:
     """What a node calls, with modules copied and put into evaluation mode."""
     if node.op == "call_module":
-        return copy.deepcopy(block.get_submodule(str(node.target))).eval().requires_grad_(False)
+        module = twin(block.get_submodule(str(node.target)), {}).eval().requires_grad_(False)
+        return module if is_layer(module) else _on_contiguous(module)
     if node.op == "call_method":
-        method = str(node.target)
+        # A view of channels-last images may not exist; nobody writes through it here.
+        method = "reshape" if node.target == "view" else str(node.target)
         return lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs)
     if node.op == "get_attr":
         if node.target == "training":
@@ -350,6 +388,18 @@ def _callable(node: fx.Node, block: nn.Module) -> Callable[..., Any]:
         return lambda: constant
     assert callable(node.target)
     return node.target
+
+
+def _on_contiguous(module: nn.Module) -> Callable[..., Any]:
+    """A module of unknown make, which may count on tensors being channels first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        def plain(x: Any) -> Any:
+            return x.contiguous() if isinstance(x, Tensor) else x
+
+        return module(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
+
+    return call
 
 
 def _attribute(root: nn.Module, path: str) -> Any:

@@ -123,7 +123,7 @@ def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
     return work
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counter(TorchDispatchMode):
     """Adds up, per block, multiply-accumulates and the bytes that operations write."""
 
     def __init__(self, n_blocks: int) -> None:

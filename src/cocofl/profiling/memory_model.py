@@ -190,7 +190,7 @@ def _leaving(index: int) -> Callable[[nn.Module, Any, Any], None]:
         mark(f"out {index}")
         outputs = output if isinstance(output, tuple) else (output,)
         main = next(o for o in outputs if isinstance(o, Tensor) and o.requires_grad)
-        main.register_hook(lambda _gradient: mark(f"grad {index}"))  # type: ignore[no-untyped-call]
+        main.register_hook(lambda _gradient: mark(f"grad {index}"))
 
     return hook
 

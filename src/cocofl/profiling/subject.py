@@ -112,7 +112,7 @@ def training_step(
         mark("zero")
         optimizer.zero_grad()
         mark("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         mark("optimizer")
         optimizer.step()
         mark("end")

@@ -3,8 +3,9 @@
 PyTorch has announced the removal of the quantized dtypes this needs. It is kept for ARM, where
 the oneDNN operators do not exist, and is one file so that it can be deleted.
 
-These operators cannot add before they round, so a sum is rounded twice here (by half a code
-each time), and they cannot return float32, so such maps run as the reference does.
+These operators cannot add before they round, so a sum is rounded twice here, and they cannot
+return float32, so such maps run as the reference does. So do depthwise convolutions on fbgemm,
+whose kernels for them sum pairs of products in int16 on every processor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from cocofl.freeze.kernels.base import Kernel, LinearMap, Prepared
 from cocofl.freeze.kernels.floating import REFERENCE
-from cocofl.numerics import MIDDLE, Codes, Grid, as_float, quantize
+from cocofl.numerics import LARGEST_CODE, Codes, Grid, as_float, quantize
+
+_SEVEN_BITS = 63  # the largest code of a 7-bit weight
 
 
 @cache
@@ -30,6 +33,8 @@ def _silence_deprecation() -> None:
 
 
 def _prepare(linear_map: LinearMap, engine: str) -> Prepared:
+    if engine == "fbgemm" and _sums_in_int16(linear_map):
+        return REFERENCE.prepare(linear_map)
     _silence_deprecation()
     ops, geometry, relu = torch.ops.quantized, linear_map.geometry, linear_map.relu
     weight = torch._make_per_channel_quantized_tensor(
@@ -59,14 +64,32 @@ def _prepare(linear_map: LinearMap, engine: str) -> Prepared:
         if addend is None:
             y = (rectified if relu else plain)(boxed, packed, out.scale, out.zero_point)
             return Codes(y.int_repr(), out)
-        wide = Grid(out.scale, MIDDLE)
-        total = Codes(
-            plain(boxed, packed, wide.scale, wide.zero_point).int_repr(), wide
-        ).dequantize()
-        total += as_float(addend)
+        wide = _before_adding(out, addend)
+        part = Codes(plain(boxed, packed, wide.scale, wide.zero_point).int_repr(), wide)
+        total = part.dequantize() + as_float(addend)
         return quantize(total.relu_() if relu else total, out)
 
     return run
+
+
+def _sums_in_int16(linear_map: LinearMap) -> bool:
+    """Whether this is a depthwise convolution with weights so large that int16 overflows."""
+    depthwise = linear_map.geometry is not None and linear_map.geometry.groups > 1
+    codes = linear_map.weight.codes
+    return depthwise and codes.shape[1] == 1 and int(codes.abs().max()) > _SEVEN_BITS
+
+
+def _before_adding(out: Grid, addend: Codes | Tensor) -> Grid:
+    """The grid of all values which, with some addend, give a sum that ``out`` can hold."""
+    low, high = (out.scale * (end - out.zero_point) for end in (0, LARGEST_CODE))
+    if isinstance(addend, Codes):
+        grid = addend.grid
+        least, most = (grid.scale * (end - grid.zero_point) for end in (0, LARGEST_CODE))
+    else:
+        least, most = (float(end) for end in torch.aminmax(addend))
+    low, high = min(low - most, 0.0), max(high - least, 0.0)
+    scale = (high - low) / LARGEST_CODE
+    return Grid(scale, round(-low / scale))
 
 
 def _missing(engine: str) -> str | None:

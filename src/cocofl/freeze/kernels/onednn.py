@@ -7,6 +7,7 @@ and applies bias, addend and ReLU before it rounds to the output codes.
 from __future__ import annotations
 
 from dataclasses import astuple
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -46,13 +47,19 @@ def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:
     plain = torch.ops.onednn.qconv2d_pointwise.default
     binary = torch.ops.onednn.qconv2d_pointwise.binary
 
+    @lru_cache(maxsize=1)  # a scale from the server stays the same for a whole round
+    def biased(input_scale: float) -> Tensor:
+        assert offset is not None
+        shift = offset * input_scale
+        return shift if own_bias is None else shift + own_bias
+
     def run(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
         grid, dtype = (_FLOAT_GRID, torch.float32) if out is None else (out, torch.uint8)
         values, bias = x.values, own_bias
         if any(border):
             values = F.pad(values, border, value=zero_point)
         if offset is not None:
-            bias = offset * x.grid.scale if bias is None else bias + offset * x.grid.scale
+            bias = biased(x.grid.scale)
         head = (values, x.grid.scale, 0, packed, scale, no_offsets)
         tail = (bias, *walk, groups, grid.scale, grid.zero_point, dtype)
         if addend is None:
@@ -60,10 +67,11 @@ def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:
         else:
             # The operator overwrites its addend, which others may still need.
             if out is None:
-                added, step, middle = as_float(addend).clone(), 1.0, 0
+                added, step, middle = as_float(addend), 1.0, 0
             else:
                 assert isinstance(addend, Codes), "oneDNN adds float32 only to a float32 output"
-                added, step, middle = addend.values.clone(), *astuple(addend.grid)
+                added, step, middle = addend.values, *astuple(addend.grid)
+            added = added.clone(memory_format=torch.channels_last)
             y = binary(*head, added, *tail, step, middle, "sum", 1.0, relu, [], "")
         return y if out is None else Codes(y, out)
 
@@ -97,7 +105,7 @@ def _prepare_linear(linear_map: LinearMap) -> Prepared:
 
 
 def _missing() -> str | None:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return "this build of PyTorch has no oneDNN"
     if not hasattr(torch.ops.onednn, "qconv2d_pointwise"):
         return "this build of PyTorch has no int8 oneDNN operators (they exist on x86 only)"

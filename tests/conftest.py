@@ -1,0 +1,9 @@
+import torch
+from hypothesis import settings
+
+# How long one example takes says nothing on a shared machine; how many there are does.
+settings.register_profile("cocofl", deadline=None)
+settings.load_profile("cocofl")
+
+# Tiny networks gain nothing from threads, and the tests run in several processes.
+torch.set_num_threads(1)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cocofl.fl.merge import Contribution, merge
+
+KEYS = ["a", "b", "c"]
+FINITE = st.floats(-100, 100, width=32)
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[Contribution]]:
+    state = {key: torch.tensor(draw(st.lists(FINITE, min_size=3, max_size=3))) for key in KEYS}
+    contributions = []
+    for _ in range(draw(st.integers(0, 6))):
+        trained = draw(st.sets(st.sampled_from(KEYS)))
+        tensors = {
+            key: torch.tensor(draw(st.lists(FINITE, min_size=3, max_size=3))) for key in trained
+        }
+        contributions.append(Contribution(tensors, draw(st.integers(1, 500))))
+    return state, contributions
+
+
+@given(rounds())
+def test_a_device_that_froze_a_tensor_votes_for_its_present_value(
+    round_: tuple[dict[str, torch.Tensor], list[Contribution]],
+) -> None:
+    state, contributions = round_
+    samples = sum(c.samples for c in contributions)
+    merged = merge(state, iter(contributions))
+    for key, old in state.items():
+        votes = [c.tensors.get(key, old).double() * c.samples for c in contributions]
+        expected = sum(votes) / samples if votes else old
+        torch.testing.assert_close(merged[key].double(), expected.double(), rtol=1e-5, atol=1e-4)
+
+
+def test_with_equal_samples_it_is_algorithm_2() -> None:
+    state = {"w": torch.tensor([1.0])}
+    trained = [Contribution({"w": torch.tensor([v])}, 100) for v in (2.0, 4.0)]
+    frozen = [Contribution({}, 100)] * 2
+    # (1 - 2/4) · 1 + (2 + 4) / 4
+    assert merge(state, trained + frozen)["w"].item() == 2.0
+
+
+def test_a_tensor_that_everyone_froze_keeps_its_bits() -> None:
+    state = {"w": torch.tensor([0.1]), "v": torch.tensor([0.3])}
+    merged = merge(state, [Contribution({"v": torch.tensor([0.4])}, 7)])
+    assert torch.equal(merged["w"], state["w"])
+    assert merged["v"].item() == torch.tensor([0.4]).item()
+
+
+def test_scales_average_over_those_who_measured_them() -> None:
+    state = {"w": torch.zeros(1), "scales.0.relu.output": torch.tensor(9.0)}
+    merged = merge(
+        state,
+        [
+            Contribution({"scales.1.relu.output": torch.tensor(1.0)}, 1),
+            Contribution({"scales.1.relu.output": torch.tensor(3.0)}, 3),
+            Contribution({"w": torch.ones(1)}, 4),
+        ],
+    )
+    assert merged["scales.1.relu.output"].item() == 2.5
+    assert merged["scales.0.relu.output"].item() == 9.0
+    assert merged["w"].item() == 0.5
+
+
+def test_the_old_state_is_left_alone() -> None:
+    state = {"w": torch.zeros(2)}
+    merge(state, [Contribution({"w": torch.ones(2)}, 1)])
+    assert torch.equal(state["w"], torch.zeros(2))
+
+
+def test_nobody_accepted_moves_nothing() -> None:
+    state = {"w": torch.ones(2)}
+    assert torch.equal(merge(state, [])["w"], state["w"])

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cocofl import KernelMissing, KernelPlan, Span, freeze, split
+from cocofl.freeze.kernels import (
+    KERNELS,
+    REFERENCE,
+    Geometry,
+    Kernel,
+    LinearMap,
+    available,
+    kernel,
+    safe_weight_bits,
+)
+from cocofl.freeze.kernels.legacy import NATIVE
+from cocofl.numerics import Codes, Grid, quantize_on_the_fly, quantize_weight
+
+CPU = torch.device("cpu")
+INTEGER = [k for k in KERNELS.values() if k.integer and k.missing() is None]
+OTHERS = [k for k in KERNELS.values() if k is not REFERENCE and k.missing() is None]
+
+# Integer kernels round the same exact sum as the reference, so only ties and the order of float
+# additions differ: one code. bfloat16 keeps 8 bits of every factor and of every sum it stores,
+# which is as coarse as the codes themselves, and errors of a whole sum add up.
+# The legacy operators round a sum twice, first on a grid twice as coarse.
+CODES_APART = {"bfloat16": 6}
+CODES_APART_AFTER_ADDING = {"bfloat16": 6, "legacy-fbgemm": 2, "legacy-qnnpack": 2}
+RELATIVE = {"bfloat16": 0.02}
+
+CONVOLUTIONS = {
+    "1x1": ((6, 5, 1, 1), Geometry()),
+    "3x3": ((5, 4, 3, 3), Geometry(padding=(1, 1))),
+    "3x3 unpadded": ((5, 4, 3, 3), Geometry()),
+    "5x3 padded unevenly": ((4, 3, 5, 3), Geometry(padding=(2, 0))),
+    "3x3 strided": ((5, 4, 3, 3), Geometry((2, 2), (1, 1))),
+    "2x2 strided unevenly": ((5, 4, 2, 2), Geometry((2, 1))),
+    "7x7 strided": ((4, 3, 7, 7), Geometry((2, 2), (3, 3))),
+    "1x1 strided": ((6, 5, 1, 1), Geometry((2, 2))),
+    "depthwise": ((16, 1, 3, 3), Geometry((1, 1), (1, 1), (1, 1), 16)),
+    "depthwise strided": ((16, 1, 3, 3), Geometry((2, 2), (1, 1), (1, 1), 16)),
+    "depthwise 1x1": ((6, 1, 1, 1), Geometry(groups=6)),
+    "depthwise with multiplier": ((8, 1, 3, 3), Geometry((1, 1), (1, 1), (1, 1), 4)),
+    "grouped": ((8, 3, 3, 3), Geometry((1, 1), (1, 1), (1, 1), 2)),
+    "dilated": ((5, 4, 3, 3), Geometry((1, 1), (2, 2), (2, 2))),
+    "dilated on one axis": ((5, 4, 3, 3), Geometry((1, 1), (3, 1), (3, 1))),
+}
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def convolution(
+    case: str, zero_point: int, *, bias: bool = True, relu: bool = False, bits: int = 8
+) -> tuple[LinearMap, Codes]:
+    shape, geometry = CONVOLUTIONS[case]
+    channels = shape[1] * geometry.groups
+    x = random(3, channels, 9, 8, seed=1).contiguous(memory_format=torch.channels_last)
+    x = x.relu() if zero_point == 0 else x
+    weight = quantize_weight(random(*shape, seed=2) * 0.2, bits)
+    offset = random(shape[0], seed=3) if bias else None
+    codes = quantize_on_the_fly(x, unsigned=zero_point == 0)
+    return LinearMap(weight, offset, geometry, relu, zero_point, tuple(x.shape)), codes
+
+
+def apart(found: Codes | Tensor, expected: Codes | Tensor) -> float:
+    """How many codes two results differ by, or how far two float results are apart."""
+    assert type(found) is type(expected)
+    if isinstance(found, Codes):
+        assert found.grid == expected.grid
+        assert found.values.shape == expected.values.shape
+        assert found.values.dtype == torch.uint8
+        return float((found.values.int() - expected.values.int()).abs().max())
+    assert found.shape == expected.shape
+    assert found.dtype == torch.float32
+    return float((found - expected).norm() / expected.norm())
+
+
+def compare(
+    other: Kernel, linear_map: LinearMap, x: Codes, out: Grid | None, addend: Codes | None = None
+) -> Codes | Tensor:
+    inputs = [c.values.clone() for c in (x, addend) if c is not None]
+    expected = REFERENCE.prepare(linear_map)(x, out, addend)
+    found = other.prepare(linear_map)(x, out, addend)
+    codes = CODES_APART if addend is None else CODES_APART_AFTER_ADDING
+    limit = RELATIVE.get(other.name, 1e-5) if out is None else codes.get(other.name, 1)
+    assert apart(found, expected) <= limit
+    for kept, given in zip(inputs, [c for c in (x, addend) if c is not None], strict=True):
+        assert torch.equal(kept, given.values), "an input was overwritten"
+    return expected
+
+
+def grid_of(linear_map: LinearMap, x: Codes, zero_point: int) -> Grid:
+    y = REFERENCE.prepare(linear_map)(x, None, None)
+    return quantize_on_the_fly(y, unsigned=zero_point == 0).grid
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+@pytest.mark.parametrize("zero_point", [0, 128])
+def test_a_convolution(case, zero_point, other):
+    for bias, relu in ((True, False), (False, True)):
+        linear_map, x = convolution(case, zero_point, bias=bias, relu=relu)
+        grid = grid_of(linear_map, x, 0 if relu else 128)
+        expected = compare(other, linear_map, x, grid)
+        used = expected.values.unique()
+        assert len(used) > 50, "the codes of this test should be spread out"
+        compare(other, linear_map, x, None)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
+@pytest.mark.parametrize("case", ["1x1", "3x3", "3x3 strided", "depthwise", "grouped", "dilated"])
+@pytest.mark.parametrize("zero_point", [0, 128])
+def test_a_convolution_with_an_addend(case, zero_point, other):
+    for relu in (False, True):
+        linear_map, x = convolution(case, zero_point, relu=relu)
+        plain = REFERENCE.prepare(linear_map)(x, None, None)
+        for signed in (False, True):
+            skip = random(*plain.shape, seed=4).contiguous(memory_format=torch.channels_last)
+            addend = quantize_on_the_fly(skip if signed else skip.relu(), unsigned=not signed)
+            total = REFERENCE.prepare(linear_map)(x, None, addend)
+            grid = quantize_on_the_fly(total, unsigned=relu).grid
+            compare(other, linear_map, x, grid, addend)
+            compare(other, linear_map, x, None, addend)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
+@pytest.mark.parametrize("zero_point", [0, 128])
+def test_codes_saturate_at_both_ends(zero_point, other):
+    linear_map, x = convolution("3x3", zero_point)
+    grid = grid_of(linear_map, x, 128)
+    expected = compare(other, linear_map, x, Grid(grid.scale / 4, 128))
+    assert {0, 255} <= set(expected.values.unique().tolist())
+
+
+@pytest.mark.parametrize("other", INTEGER, ids=lambda k: k.name)
+@pytest.mark.parametrize("case", ["1x1", "3x3", "depthwise", "depthwise strided", "grouped"])
+def test_the_largest_codes_do_not_overflow(case, other):
+    linear_map, x = convolution(case, 0, bits=safe_weight_bits())
+    extreme = Codes(torch.where(x.values > 20, 255, 0).to(torch.uint8), x.grid)
+    compare(other, linear_map, extreme, grid_of(linear_map, extreme, 128))
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_batch_of_another_size_than_the_one_packed_for(batch, other):
+    for case in ("1x1", "3x3 strided", "depthwise"):
+        linear_map, x = convolution(case, 128)
+        values = torch.cat([x.values, x.values])[:batch]
+        values = values.contiguous(memory_format=torch.channels_last)
+        compare(other, linear_map, Codes(values, x.grid), grid_of(linear_map, x, 128))
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
+def test_one_packed_weight_serves_inputs_of_many_scales(other):
+    linear_map, x = convolution("3x3", 128)
+    run, reference = other.prepare(linear_map), REFERENCE.prepare(linear_map)
+    for factor in (1.0, 0.125, 16.0):  # a scale on the fly is another one in every batch
+        scaled = Codes(x.values, Grid(x.grid.scale * factor, 128))
+        grid = quantize_on_the_fly(reference(scaled, None, None)).grid
+        found, expected = run(scaled, grid, None), reference(scaled, grid, None)
+        assert apart(found, expected) <= CODES_APART.get(other.name, 1)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
+def test_any_memory_layout(other):
+    linear_map, x = convolution("3x3", 128)
+    grid = grid_of(linear_map, x, 128)
+    turned = x.values.transpose(2, 3).contiguous().transpose(2, 3)
+    for values in (x.values.contiguous(), turned):
+        compare(other, linear_map, Codes(values, x.grid), grid)
+
+
+def linear(shape: tuple[int, ...], zero_point: int, *, bias: bool, relu: bool) -> LinearMap:
+    weight = quantize_weight(random(7, shape[-1], seed=2))
+    return LinearMap(weight, random(7, seed=3) if bias else None, None, relu, zero_point, shape)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
+@pytest.mark.parametrize("shape", [(5, 12), (2, 6, 12), (2, 3, 4, 12)])
+@pytest.mark.parametrize("zero_point", [0, 128])
+def test_a_linear_layer(shape, zero_point, other):
+    values = random(*shape, seed=1)
+    x = quantize_on_the_fly(values if zero_point else values.relu(), unsigned=not zero_point)
+    for bias, relu in ((True, False), (False, True)):
+        linear_map = linear(shape, zero_point, bias=bias, relu=relu)
+        grid = grid_of(linear_map, x, 0 if relu else 128)
+        addend = quantize_on_the_fly(random(*shape[:-1], 7, seed=4))
+        for out in (grid, None):
+            compare(other, linear_map, x, out)
+            compare(other, linear_map, x, out, addend)
+        smaller = Codes(x.values[:1], x.grid)
+        compare(other, linear_map, smaller, grid)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
+def test_a_linear_layer_on_strided_input(other):
+    linear_map = linear((6, 5, 12), 128, bias=True, relu=False)
+    x = quantize_on_the_fly(random(5, 6, 12, seed=1))
+    grid = grid_of(linear_map, x, 128)
+    strided = [x.values.transpose(0, 1), x.values[:, :1].expand(5, 6, 12), x.values[::2]]
+    for values in strided:
+        assert not values.is_contiguous()
+        compare(other, linear_map, Codes(values, x.grid), grid)
+
+
+@pytest.mark.parametrize("other", INTEGER, ids=lambda k: k.name)
+def test_seven_bit_weights_leave_every_kernel_at_the_reference(other):
+    linear_map, x = convolution("3x3", 0, bits=7)
+    assert int(linear_map.weight.codes.abs().max()) == 63
+    compare(other, linear_map, x, grid_of(linear_map, x, 128))
+
+
+def small_chain():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU())
+    return split(model, torch.zeros(2, 2, 8, 8))
+
+
+def test_the_reference_has_the_seven_bit_switch():
+    chain, x = small_chain(), random(2, 2, 8, 8, seed=5)
+    eight, seven = (
+        freeze(chain, Span(1, 2), backend="reference", weight_bits=bits)(x).detach()
+        for bits in (8, 7)
+    )
+    exact = freeze(chain, Span(1, 2), variant="ff")(x).detach()
+    assert 0 < float((eight - exact).norm()) < float((seven - exact).norm())
+    assert float((seven - exact).norm() / exact.norm()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("features", "bits"),
+    [
+        ({"avx512_vnni": True, "avx_vnni": False}, 8),
+        ({"avx512_vnni": False, "avx_vnni": True}, 8),
+        ({"avx512_vnni": False, "avx_vnni": False}, 7),
+        ({"avx2": True}, 7),
+    ],
+)
+def test_processors_without_vnni_get_seven_bits(features, bits, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert safe_weight_bits() == bits
+
+
+def test_arm_sums_in_int32_and_keeps_eight_bits(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert safe_weight_bits() == 8
+
+
+@pytest.mark.skipif(KERNELS["onednn"].missing() is not None, reason="no oneDNN here")
+def test_freeze_uses_seven_bits_where_eight_would_saturate(monkeypatch):
+    chain, x = small_chain(), random(2, 2, 8, 8, seed=5)
+    seven = freeze(chain, Span(1, 2), backend="onednn", weight_bits=7)(x)
+    eight = freeze(chain, Span(1, 2), backend="onednn", weight_bits=8)(x)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert torch.equal(freeze(chain, Span(1, 2), backend="onednn")(x), seven)
+    assert not torch.equal(seven, eight)
+
+
+def test_an_unknown_kernel_is_named_beside_those_there_are():
+    with pytest.raises(KernelMissing, match="no kernel 'cudnn'; known are reference, bfloat16"):
+        kernel("cudnn")
+
+
+def test_a_missing_kernel_says_why_and_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(KernelMissing, match=r"'onednn' cannot run here: .* has no oneDNN.*auto"):
+        freeze(small_chain(), Span(1, 2), backend="onednn")
+    assert "onednn" not in [k.name for k in available(CPU)]
+
+
+def test_a_missing_engine_says_so(monkeypatch):
+    monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", [])
+    with pytest.raises(KernelMissing, match=r"has no (fbgemm|qnnpack)"):
+        freeze(small_chain(), Span(1, 2), backend="legacy")
+
+
+def test_auto_falls_back_to_what_there_is(monkeypatch):
+    for k in KERNELS.values():
+        if k is not REFERENCE:
+            monkeypatch.setitem(
+                KERNELS, k.name, Kernel(k.name, k.prepare, lambda: "gone", integer=k.integer)
+            )
+    net = freeze(small_chain(), Span(1, 2), backend="auto", plan=KernelPlan())
+    assert {row.kernel for row in net.describe()} == {"reference", "float32"}
+    assert net(random(2, 2, 8, 8, seed=5)).shape == (2, 4, 4, 4)
+
+
+def test_legacy_means_the_engine_of_this_processor():
+    assert kernel("legacy") is NATIVE
+    expected = "legacy-fbgemm" if platform.machine() == "x86_64" else "legacy-qnnpack"
+    assert NATIVE.name == expected
+
+
+def test_the_legacy_kernels_leave_the_chosen_engine_alone():
+    before = torch.backends.quantized.engine
+    linear_map, x = convolution("3x3", 0)
+    for other in INTEGER:
+        other.prepare(linear_map)(x, Grid(0.1, 128), None)
+    assert torch.backends.quantized.engine == before
