@@ -533,6 +533,15 @@ def test_describe_without_int8(variant, chain):
     assert [row.role for row in rows] == ["frozen"] * 5 + ["trained"]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_describe_of_blocks_that_are_rewritten_to_train_faster(variant):
+    pooled = nn.Sequential(unit(5, 6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2))
+    chain = split(nn.Sequential(unit(3, 5), pooled), IMAGES, cuts=["0"])
+    rows = freeze(chain, Span(1, 2), variant=variant, backend="reference").describe()
+    operations = [row.operation for row in rows if row.role == "trained"]
+    assert operations == ["conv 3×3 5→6 + norm + relu", "AdaptiveAvgPool2d", "Flatten", "Linear"]
+
+
 # Kernel plans
 
 

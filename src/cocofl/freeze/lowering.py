@@ -104,6 +104,8 @@ class LoweredBlock:
     """A block as operations on named values; names carry the block's index, so they are unique."""
 
     operations: tuple[Operation, ...]
+    descriptions: tuple[str, ...]
+    """What each operation does, for a person to read."""
     inputs: tuple[str, ...]
     outputs: Any
     """A :class:`ValueName` for each value, in the structure that the block returns."""
@@ -473,6 +475,7 @@ def _lower_block(
     fused = _fuse(operations, shapes, set(_leaves(outputs)), block)
     return LoweredBlock(
         operations=tuple(fused),
+        descriptions=tuple(_describe(op, block) for op in fused),
         inputs=inputs,
         outputs=outputs,
         shapes=shapes,
@@ -649,3 +652,35 @@ def _sites(
         for op in own
         if not isinstance(op, NodeOp) or op.name in read_as_codes or op.name in ends
     )
+
+
+def _describe(op: Operation, block: nn.Module) -> str:
+    """What an operation does, for a person to read."""
+    if isinstance(op, MapOp):
+        layer = "affine" if op.layer is None else _layer_name(block.get_submodule(op.layer))
+        norm = " + norm" if op.layer and op.norm else ""
+        add = " + add" if op.addend else ""
+        return layer + norm + add + _activation_name(op)
+    if isinstance(op, ActOp):
+        return _activation_name(op).removeprefix(" + ")
+    if isinstance(op, CatOp):
+        return "concatenate"
+    node = op.nodes[-1]
+    if node.op == "call_module":
+        return type(block.get_submodule(str(node.target))).__name__
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _layer_name(layer: nn.Module) -> str:
+    if isinstance(layer, nn.Conv2d):
+        size = "×".join(map(str, layer.kernel_size))
+        kind = "depthwise" if layer.groups == layer.in_channels > 1 else "conv"
+        return f"{kind} {size} {layer.in_channels}→{layer.out_channels}"
+    assert isinstance(layer, nn.Linear)
+    return f"linear {layer.in_features}→{layer.out_features}"
+
+
+def _activation_name(op: MapOp | ActOp) -> str:
+    if op.activation is None:
+        return ""
+    return " + relu" if op.activation.upper is None else f" + relu{op.activation.upper:g}"

@@ -18,7 +18,7 @@ from cocofl.freeze.lean import lean_blocks
 from cocofl.freeze.lowering import LoweredBlock, lower
 from cocofl.freeze.observe import ScaleMeter
 from cocofl.freeze.plan import KernelPlan
-from cocofl.freeze.region import ChooseKernel, IntegerRegion, Row, describe_operation
+from cocofl.freeze.region import ChooseKernel, IntegerRegion, Row
 from cocofl.freeze.state import State, Update, block_state, chain_state, check_state, scales_of
 from cocofl.freeze.twins import twin
 from cocofl.numerics import HEADROOM
@@ -205,12 +205,9 @@ class FrozenNet(nn.Module):
             if isinstance(part.run, IntegerRegion):
                 rows += part.run.rows
                 continue
-            for index in part.blocks:
-                block = self._lowered[index].graph(part.run)  # type: ignore[arg-type]
-                rows += [
-                    Row(index, part.role.value, describe_operation(op, block), "float32")
-                    for op in self._lowered[index].operations
-                ]
+            (index,) = part.blocks
+            texts = self._lowered[index].descriptions
+            rows += [Row(index, part.role.value, text, "float32") for text in texts]
         return rows
 
 

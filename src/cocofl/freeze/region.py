@@ -79,11 +79,11 @@ class IntegerRegion:
         )
         self._steps: list[Step] = []
         for index, lowered, block in blocks:
-            for op in lowered.operations:
+            for op, description in zip(lowered.operations, lowered.descriptions, strict=True):
                 steps, kernel = compiler.compile(op, block)
                 self._steps += steps
                 role = "passing" if passing else "frozen"
-                self.rows.append(Row(index, role, describe_operation(op, block), kernel))
+                self.rows.append(Row(index, role, description, kernel))
         self._release = _last_uses(self._steps, self._ends)
         read = [name for step in self._steps for name in step.inputs]
         self._expected = Counter([*self._ends, *read])
@@ -327,35 +327,3 @@ def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None, Geometr
         layer.groups,
     )
     return weight, bias, geometry
-
-
-def describe_operation(op: Operation, block: nn.Module) -> str:
-    """What an operation does, for a person to read."""
-    if isinstance(op, MapOp):
-        layer = "affine" if op.layer is None else _layer_name(block.get_submodule(op.layer))
-        norm = " + norm" if op.layer and op.norm else ""
-        add = " + add" if op.addend else ""
-        return layer + norm + add + _activation_name(op)
-    if isinstance(op, ActOp):
-        return _activation_name(op).removeprefix(" + ")
-    if isinstance(op, CatOp):
-        return "concatenate"
-    node = op.nodes[-1]
-    if node.op == "call_module":
-        return type(block.get_submodule(str(node.target))).__name__
-    return getattr(node.target, "__name__", str(node.target))
-
-
-def _layer_name(layer: nn.Module) -> str:
-    if isinstance(layer, nn.Conv2d):
-        size = "×".join(map(str, layer.kernel_size))
-        kind = "depthwise" if layer.groups == layer.in_channels > 1 else "conv"
-        return f"{kind} {size} {layer.in_channels}→{layer.out_channels}"
-    assert isinstance(layer, nn.Linear)
-    return f"linear {layer.in_features}→{layer.out_features}"
-
-
-def _activation_name(op: MapOp | ActOp) -> str:
-    if op.activation is None:
-        return ""
-    return " + relu" if op.activation.upper is None else f" + relu{op.activation.upper:g}"
