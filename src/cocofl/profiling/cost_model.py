@@ -10,6 +10,7 @@ replayed (:mod:`cocofl.profiling.memory_model`). Both answer for any set of bloc
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -87,6 +88,9 @@ class CostModel:
 
 def fast_table(settings: Settings) -> Iterator[Progress | ProfileTable]:
     """Measure what the model needs, showing progress; the table comes last."""
+    # Dozens of networks take turns here, more than oneDNN's cache of compiled primitives holds by
+    # default. It is read when oneDNN computes for the first time in the process.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     torch.set_num_threads(settings.threads)
     if settings.method == "width":
         yield from _fast_widths(settings)
