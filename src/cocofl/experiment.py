@@ -118,13 +118,13 @@ def simulate(
     setup = Setup(experiment)
     job = setup.job()
     folder = _folder(path, experiment, resume=resume)
+    if folder.is_complete:
+        return Run(folder)
     own = executor or make_executor(experiment)
     try:
-        if not folder.is_complete:
-            folder.write_about(setup.about())
-            plan = _machine_plan()
-            run(job, own, folder, plan, watchers)
-            _remember(folder)
+        folder.write_about(setup.about())
+        run(job, own, folder, _machine_plan(), watchers)
+        _remember(folder)
     finally:
         if executor is None:
             own.close()
