@@ -1,0 +1,7 @@
+"""A chain with a device axis: the devices of a round as one computation."""
+
+from cocofl.vector.cohort import Cohort, DeviceWork, Rows, Source
+from cocofl.vector.optimizer import Sgd
+from cocofl.vector.precision import PRECISIONS
+
+__all__ = ["PRECISIONS", "Cohort", "DeviceWork", "Rows", "Sgd", "Source"]
