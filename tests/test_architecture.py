@@ -39,6 +39,7 @@ ADAPTED_IMPORTS: dict[str, set[str]] = {
     "cli": {"rich", "typer"},
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn"},
     "report": {"matplotlib"},
+    "vector": {"triton"},
 }
 
 

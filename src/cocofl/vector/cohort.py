@@ -112,6 +112,7 @@ class Cohort:
 
         self._roles = Roles(flags(), flags(), flags())
         self._learns = torch.zeros(self.parameters.shape, dtype=torch.bool, device=self.on)
+        self._own = torch.zeros_like(self._learns)
         self._unused: set[Slot] = set()
         self._lr = torch.zeros(d, dtype=slots.dtype, device=self.on)
         self._indices = torch.zeros(d, batch, dtype=torch.long, device=self.on)
@@ -225,6 +226,7 @@ class Cohort:
         ):
             own.copy_(torch.from_numpy(new))
         self._learns.copy_(self._roles.trained.t()[:, self._block_of])
+        self._own.copy_(self._roles.with_batch.t()[:, self._block_of])
         for slot in self._unused:
             self._learns[:, slot.start : slot.stop] = False
 
@@ -275,10 +277,10 @@ class Cohort:
                 losses.sum(), [self._leaves[slot] for slot in slots], allow_unused=True
             )
         gradients = self._flat(slots, found)
-        alive = self._valid > 0
-        self.losses += torch.where(alive, losses.detach().double(), 0.0)
-        learns = self._learns & alive[:, None]
-        self._optimizer.step(self.parameters, gradients, self._velocity, self._lr, learns)
+        self.losses += torch.where(self._valid > 0, losses.detach().double(), 0.0)
+        self._optimizer.step(
+            self.parameters, gradients, self._velocity, self._lr, self._learns, self._valid
+        )
         self._steps_done += 1
 
     def _flat(self, slots: list[Slot], found: Sequence[Tensor | None]) -> Tensor:
@@ -296,7 +298,7 @@ class Cohort:
     def _run(
         self, traits: _Traits, measures: bool, modes: list[list[str]], counts: list[int]
     ) -> Run:
-        own = self._roles.with_batch.t()[:, self._block_of] if traits.folds else None
+        own = self._own if traits.folds else None
         return Run(
             roles=self._roles,
             valid=self._valid,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,30 +17,22 @@ _HAS_TRITON = find_spec("triton") is not None
 
 def runs_on(x: Tensor) -> bool:
     """Whether fused kernels can run on this tensor."""
-    return _HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16)
+    return _HAS_TRITON and x.is_cuda and x.dtype in {torch.float32, torch.bfloat16}
 
 
-def kernels_for(x: Tensor) -> ModuleType:
+def kernels_for(x: Tensor) -> Any:
     """Fused kernels where they run, else plain PyTorch."""
-    if not runs_on(x):
-        return plain
-    from cocofl.vector.kernels import triton_rows  # noqa: PLC0415
-
-    return triton_rows
+    # Triton is imported only where there is a GPU to use it.
+    return import_module("cocofl.vector.kernels.triton_rows") if runs_on(x) else plain
 
 
-def is_depthwise(w: Tensor, geometry: Geometry) -> bool:
-    """Whether each channel is convolved by itself; ``w`` is (device, out, in per group, h, w)."""
-    return w.shape[1] == geometry.groups and w.shape[2] == 1 and geometry.dilation == (1, 1)
+def depthwise_for(x: Tensor, w: Tensor, geometry: Geometry) -> Any | None:
+    """Our own kernels for 3×3 convolutions of each channel by itself, where they run.
 
-
-def depthwise(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    raise NotImplementedError
-
-
-def depthwise_input(g: Tensor, w: Tensor, x: Tensor, geometry: Geometry) -> Tensor:
-    raise NotImplementedError
-
-
-def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    raise NotImplementedError
+    ``w`` is (device, out, in per group, height, width).
+    """
+    by_channel = w.shape[1] == geometry.groups and w.shape[2] == 1
+    small = tuple(w.shape[3:]) == (3, 3) and geometry.dilation == (1, 1)
+    if not (by_channel and small and runs_on(x)):
+        return None
+    return import_module("cocofl.vector.kernels.triton_depthwise")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl.freeze.kernels import Geometry
-from cocofl.vector import fused
+from cocofl.vector.fused import depthwise_for
 
 # Enough tiles of a matrix product to keep a large GPU busy; a sum over fewer rows is not split.
 _TILES, _TILE, _ROWS = 264, 64, 512
@@ -37,6 +37,8 @@ def geometry_of(layer: nn.Conv2d) -> Geometry:
 
 def rows_of(x: Tensor) -> Tensor:
     """(device, sample, …) to (device, row, channel); images (…, channel, height, width)."""
+    if x.ndim == 2:
+        return x.unsqueeze(-1)
     if x.ndim == 5:
         x = x.permute(0, 1, 3, 4, 2)
     return x.reshape(len(x), -1, x.shape[-1])
@@ -47,6 +49,8 @@ def from_rows(rows: Tensor, like: Tensor) -> Tensor:
     if like.ndim == 5:
         d, b, _, h, w = like.shape
         return rows.view(d, b, h, w, -1).permute(0, 1, 4, 2, 3)
+    if like.ndim == 2:
+        return rows.view(like.shape)
     return rows.view(*like.shape[:-1], -1)
 
 
@@ -76,8 +80,9 @@ def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
         if (vertical, horizontal) != (1, 1):
             x = x[..., ::vertical, ::horizontal]
         return from_rows(_apply(_Multiply, rows_of(x), *w.flat()), x)
-    own_kernel = fused.runs_on(x) and fused.is_depthwise(w.own, geometry)
-    return _apply(_Depthwise if own_kernel else _Convolve, x, *w, geometry)
+    if (kernels := depthwise_for(x, w.own, geometry)) is not None:
+        return _apply(_Depthwise, x, *w, geometry, kernels)
+    return _apply(_Convolve, x, *w, geometry)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -169,24 +174,34 @@ class _Convolve(torch.autograd.Function):
 
 
 class _Depthwise(torch.autograd.Function):
-    """A convolution of each channel by itself, by our own kernels."""
+    """A convolution of each channel by itself, by kernels of our own."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, _own: Tensor, w: Tensor, w_back: Tensor, geometry: Geometry
+        ctx: Any,
+        x: Tensor,
+        own: Tensor,
+        w: Tensor,
+        w_back: Tensor,
+        geometry: Geometry,
+        kernels: Any,
     ) -> Tensor:
         x = _as_channels_last(x)
         ctx.save_for_backward(x, w_back)
-        ctx.geometry = geometry
-        return fused.depthwise(x, w, geometry)
+        ctx.geometry, ctx.kernels, ctx.weight_dtype = geometry, kernels, own.dtype
+        result: Tensor = kernels.depthwise(x, w, geometry)
+        return result
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w_back = ctx.saved_tensors
-        g = _as_channels_last(g)
-        gx = fused.depthwise_input(g, w_back, x, ctx.geometry) if ctx.needs_input_grad[0] else None
-        gw = fused.depthwise_weight(g, x, w_back, ctx.geometry) if ctx.needs_input_grad[1] else None
-        return gx, gw, None, None, None
+        g, walk = _as_channels_last(g), ctx.geometry
+        gx = gw = None
+        if ctx.needs_input_grad[0]:
+            gx = ctx.kernels.depthwise_input(g, w_back, x, walk)
+        if ctx.needs_input_grad[1]:
+            gw = ctx.kernels.depthwise_weight(g, x, w_back, walk).to(ctx.weight_dtype)
+        return gx, gw, None, None, None, None
 
 
 def _channels_last(w: Tensor) -> list[Tensor]:

@@ -168,15 +168,15 @@ class _Builder:
         call.try_out(self._example)
         self._made.append(Node(call))
 
-    def _known_layer(self, op: NodeOp, block: int) -> Instruction | None:
+    def _known_layer(self, op: NodeOp, block: int) -> Instruction | None:  # noqa: PLR0911
         """An instruction of its own for a layer that is plainly PyTorch's."""
         node = op.nodes[-1]
         if len(op.nodes) > 1 or node.op != "call_module" or len(op.inputs) != 1:
             return None
+        if len(node.args) != 1 or node.kwargs:
+            return None
         graph, x = self._graphs[block], self._example[op.inputs[0]]
         layer, find = graph.get_submodule(str(node.target)), self._slots.parameters.find
-        if not (isinstance(x, Tensor) and len(node.args) == 1) or node.kwargs:
-            return None
         source = op.inputs[0]
         norms = (nn.BatchNorm1d, nn.BatchNorm2d)
         if isinstance(layer, _BatchNorm) and is_plain(layer, *norms) and x.ndim in {2, 3, 4}:

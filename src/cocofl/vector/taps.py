@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cocofl.numerics import StackedGrid, snap
+from cocofl.numerics import StackedGrid
 from cocofl.vector.fused import kernels_for
+from cocofl.vector.kernels import Activation
+from cocofl.vector.maps import from_rows, rows_of
 from cocofl.vector.rounding import RoundingTable, Tap
 
 Note = Callable[[Tensor], None]
@@ -79,8 +81,11 @@ def tapped(x: Tensor, forward: TapPoint, backward: TapPoint, rows: Tensor | None
 
 
 def _at(point: TapPoint, x: Tensor, rows: Tensor | None) -> Tensor:
-    grid = point.known()
+    run, grid = kernels_for(x), point.known()
+    flat = rows_of(x)  # in the order in which it lies, so that nothing is copied
     if point.must_measure:
-        run = kernels_for(x)
-        grid = point.measure(run.largest(x.reshape(*x.shape[:2], -1), rows))
-    return x.view_as(x) if grid is None else snap(x, grid)
+        each = flat.shape[1] // x.shape[1]
+        grid = point.measure(run.largest(flat, None if rows is None else rows * each))
+    if grid is None:
+        return x.view_as(x)
+    return from_rows(run.finish(flat, None, None, None, Activation(False), grid), x)
