@@ -98,7 +98,7 @@ def cohort(
 ) -> dict[str, Any]:
     begin = time.perf_counter()
     model, x, y = data(name, device)
-    chain = split(model, model.example_input(args.batch))
+    chain = split(model, MODELS[name](CLASSES.get(name, 10)).example_input(args.batch))
     rng = np.random.default_rng(0)
     run = Cohort(
         chain,

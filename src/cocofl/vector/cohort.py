@@ -30,7 +30,7 @@ from cocofl.vector.maps import Weights
 from cocofl.vector.optimizer import Sgd
 from cocofl.vector.precision import Precision
 from cocofl.vector.program import Program
-from cocofl.vector.rounding import RoundingTable, Tap, rounding_plan
+from cocofl.vector.rounding import RoundingPlan, RoundingTable, Tap
 from cocofl.vector.run import Roles, Run
 from cocofl.vector.slots import Slot
 
@@ -113,6 +113,7 @@ class Cohort:
         self._roles = Roles(flags(), flags(), flags())
         self._learns = torch.zeros(self.parameters.shape, dtype=torch.bool, device=self.on)
         self._own = torch.zeros_like(self._learns)
+        self._nothing = rows(64)
         self._unused: set[Slot] = set()
         self._lr = torch.zeros(d, dtype=slots.dtype, device=self.on)
         self._indices = torch.zeros(d, batch, dtype=torch.long, device=self.on)
@@ -232,7 +233,7 @@ class Cohort:
 
         folds = not bool(with_batch.all())
         if folds:
-            self._frozen.fill(states, everyone, self._precision)
+            self._frozen.fill(states, everyone, self._graphs)
         if not any(
             work.variant == "qff" and len(work.span) < self.program.n_blocks for work in works
         ):
@@ -251,14 +252,14 @@ class Cohort:
         taps = frozenset[Tap]().union(*(taps for taps, _ in possible))
         on_the_fly = frozenset[Tap]().union(*(fly for _, fly in possible))
         if taps not in self._tables:
-            self._tables[taps] = RoundingTable(taps, self.devices, self.on)
-        of_works = [
-            rounder.taps(work.span, known[work.state]) if work.variant == "qff" else {}
+            self._tables[taps] = RoundingTable(taps, self.devices, self.on, self.program.sites)
+        table = self._tables[taps]
+        plans = [
+            table.plan(rounder, work.span if work.variant == "qff" else None, known[work.state])
             for work in works
         ]
         of_device = torch.tensor([work.state for work in works], device=self.on)
-        plan = rounding_plan(of_works, self._tables[taps].order, self.program.sites.place)
-        self._tables[taps].fill(plan, states.scales[of_device], self._headroom)
+        table.fill(RoundingPlan.stack(plans), states.scales[of_device], self._headroom)
         return _Traits(folds, taps, on_the_fly)
 
     # A step
@@ -284,8 +285,9 @@ class Cohort:
         self._steps_done += 1
 
     def _flat(self, slots: list[Slot], found: Sequence[Tensor | None]) -> Tensor:
-        parts = []
-        for slot, gradient in zip(slots, found, strict=True):
+        parts, size = [], self.parameters.shape[1]
+        ends = [slot.start for slot in slots[1:]] + [size]
+        for slot, gradient, end in zip(slots, found, ends, strict=True):
             if gradient is None:
                 # Like PyTorch's optimizers, leave alone what no gradient reaches: no decay either.
                 self._unused.add(slot)
@@ -293,6 +295,8 @@ class Cohort:
                 parts.append(self.parameters.new_zeros(self.devices, slot.stop - slot.start))
             else:
                 parts.append(gradient.reshape(self.devices, -1))
+            if slot.stop < end:
+                parts.append(self._nothing[:, : end - slot.stop])
         return torch.cat(parts, 1)
 
     def _run(
@@ -342,6 +346,8 @@ class _FrozenRows:
                     torch.zeros(devices, *slot.shape, dtype=slots.dtype, device=on) for _ in "fb"
                 ]
                 self._shared[layer.name] = made[0], made[1]
+        self._states: dict[int, Rows] = {}  # where captured folding finds them
+        self._picks = torch.zeros(devices, dtype=torch.long, device=on)
         self.factors: dict[str, Tensor] = {}
         self.offsets: dict[str, Tensor] = {}
         for normed in program.layers:
@@ -354,16 +360,24 @@ class _FrozenRows:
                     devices, channels, dtype=slots.dtype, device=on
                 )
 
-    def fill(self, states: Rows, works: Sequence[DeviceWork], precision: Precision) -> None:
+    def fill(self, states: Rows, works: Sequence[DeviceWork], graphs: Graphs) -> None:
         """Fold, quantize, and give each device what its variant asks for."""
         quantized = any(work.variant == "qff" for work in works)
-        with precision.active():
-            folded = fold_layers(
-                self._program.layers, states.parameters, states.statistics, quantized=quantized
-            )
         n = len(states.parameters)
+        if n not in self._states:
+            self._states[n] = Rows(*(torch.empty_like(rows) for rows in states))
+        own = self._states[n]
+        own.parameters.copy_(states.parameters)
+        own.statistics.copy_(states.statistics)
         picks = [work.state + n * (work.variant == "qff") for work in works]
-        index = torch.tensor(picks, device=self._forward.device)
+        self._picks.copy_(torch.tensor(picks))
+        graphs.run(("fold", n, quantized), partial(self._fold, own, quantized))
+
+    def _fold(self, states: Rows, quantized: bool) -> None:
+        folded = fold_layers(
+            self._program.layers, states.parameters, states.statistics, quantized=quantized
+        )
+        index = self._picks
         self._fill_weights(folded, states, index)
         for name, own in self.factors.items():
             one = folded[name]

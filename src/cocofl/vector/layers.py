@@ -71,7 +71,10 @@ class _Finish(torch.autograd.Function):
         ctx.norm, ctx.finish, ctx.c, ctx.run = norm, finish, c, run
         ctx.activation = act._replace(cap=_cap(act, grid, y))
         ctx.has_addend, ctx.has_offset = addend is not None, offset is not None
-        ctx.save_for_backward(y if norm is not None else None, z if act.present else None)
+        # What the activation let pass follows from y again, unless something was added.
+        keep_z = act.present and (norm is None or addend is not None)
+        ctx.z_grid = grid
+        ctx.save_for_backward(y if norm is not None else None, z if keep_z else None)
         return z  # type: ignore[no-any-return]
 
     @staticmethod
@@ -81,7 +84,16 @@ class _Finish(torch.autograd.Function):
         g = g.contiguous()
         grid = tap.measure(run.largest(g, finish.rows)) if tap.must_measure else tap.known()
         share, found = run.back(
-            g, z, ctx.activation, grid, y, finish.rows, ctx.c, ctx.norm, share=ctx.has_addend
+            g,
+            z,
+            ctx.activation,
+            grid,
+            y,
+            finish.rows,
+            ctx.c,
+            ctx.norm,
+            ctx.z_grid,
+            share=ctx.has_addend,
         )
         offset = run.total(found.y, finish.rows) if ctx.has_offset else None
         addend = share if ctx.has_addend else None

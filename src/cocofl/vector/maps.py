@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.fused import depthwise_for
 
+# Inputs of a convolution that is better a matrix product, where no gradient goes further back.
+_FEW = 64
 # Enough tiles of a matrix product to keep a large GPU busy; a sum over fewer rows is not split.
 _TILES, _TILE, _ROWS = 264, 64, 512
 
@@ -80,9 +82,24 @@ def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
         if (vertical, horizontal) != (1, 1):
             x = x[..., ::vertical, ::horizontal]
         return from_rows(_apply(_Multiply, rows_of(x), *w.flat()), x)
+    if x.is_cuda and geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and not x.requires_grad:
+        return _unfolded(x, w, geometry)
     if (kernels := depthwise_for(x, w.own, geometry)) is not None:
         return _apply(_Depthwise, x, *w, geometry, kernels)
     return _apply(_Convolve, x, *w, geometry)
+
+
+def _unfolded(x: Tensor, w: Weights, g: Geometry) -> Tensor:
+    """A convolution of few inputs, such as a stem's, as a matrix product."""
+    kernel = tuple(w.own.shape[3:])
+    columns = F.unfold(x.flatten(0, 1), kernel, g.dilation, g.padding, g.stride)
+    size = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, p, d, k, s in zip(x.shape[3:], g.padding, g.dilation, kernel, g.stride, strict=True)
+    ]
+    rows = columns.transpose(1, 2).reshape(len(x), -1, columns.shape[1])
+    y = _apply(_Multiply, rows, *w.flat())
+    return y.view(*x.shape[:2], *size, -1).permute(0, 1, 4, 2, 3)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:

@@ -139,7 +139,8 @@ class NodeCall:
             self.mixes_samples = self.has_modes
             return
         stacked = {name: torch.stack([x, _other(x)]) for name, x in values.items()}
-        held = {h: _two(h, self.pieces) for h in self.held}
+        on = next(iter(values.values())).device
+        held = {h: _two(h, self.pieces).to(on) for h in self.held}
         with torch.no_grad():
             expected = self.looped(stacked, held, ["frozen"] * 2, None)
             self.mixes_samples = self._mixes(values, {h: t[0] for h, t in held.items()})

@@ -81,12 +81,12 @@ class _Builder:
         modes = {module: module.training for module in chain.modules()}
         chain.eval()
         try:
-            self._example = values_on_example(chain, lowered, self._graphs)
+            seen = values_on_example(chain, lowered, self._graphs)
         finally:
             for module, training in modes.items():
                 module.training = training
+        self._example = {name: x.to(on) if isinstance(x, Tensor) else x for name, x in seen.items()}
         self._modes = [Modes(graph, on) for graph in self._graphs]
-        self._on = on
         self._inlined: dict[str, tuple[Piece, ...]] = {}
         self._made: list[Instruction] = []
 

@@ -25,6 +25,7 @@ from cocofl.freeze.net import region_borders
 from cocofl.freeze.speech import Rounding, Roundings, roundings
 from cocofl.numerics import StackedGrid, stacked_grid
 from cocofl.span import Span
+from cocofl.vector.fused import kernels_for
 
 
 class Tap(NamedTuple):
@@ -56,19 +57,29 @@ class Rounder:
         self._positive = frozenset[str]().union(*(low.non_negative for low in lowered))
         self._stands_for = _dropped(lowered)
         self._region = cache(self._taps_of)
+        self.taps = cache(self._taps_under)
+        self.possible = cache(self._possible_taps)
+        self.widest = cache(self._most_scales)
 
-    def taps(self, span: Span, known: frozenset[str]) -> Taps:
+    def _taps_under(self, span: Span, known: frozenset[str]) -> Taps:
         """What a ``qff`` device with this span rounds, if the server knows these scales."""
         before = self._region(range(span.start), False, known)
         return before | self._region(range(span.stop, len(self._chain)), True, known)
 
-    def possible(self, known: frozenset[str]) -> tuple[frozenset[Tap], frozenset[Tap]]:
+    def _possible_taps(self, known: frozenset[str]) -> tuple[frozenset[Tap], frozenset[Tap]]:
         """The taps that some span uses, and those that some span scales on the fly."""
         n = len(self._chain)
         spans = [Span(0, i) for i in range(1, n + 1)] + [Span(i, n) for i in range(n)]
         found = [item for span in spans for item in self.taps(span, known).items()]
         on_the_fly = frozenset(tap for tap, rounding in found if not rounding.keys)
         return frozenset(tap for tap, _ in found), on_the_fly
+
+    def _most_scales(self) -> int:
+        """The most scales that can make one grid."""
+        everything, n = frozenset(self._sites.keys), len(self._chain)
+        spans = [Span(0, i) for i in range(1, n + 1)] + [Span(i, n) for i in range(n)]
+        counts = (len(r.keys) for span in spans for r in self.taps(span, everything).values())
+        return max(1, max(counts, default=1))
 
     def _taps_of(self, blocks: range, passing: bool, known: frozenset[str]) -> Taps:
         if not blocks:
@@ -120,7 +131,7 @@ def _dropped(lowered: Iterable[LoweredBlock]) -> dict[str, str]:
 
 
 class RoundingPlan(NamedTuple):
-    """For each tap and device: whether it rounds, on the fly or not, and which scales it takes."""
+    """For each tap (and device): whether it rounds, on the fly or not, which scales it takes."""
 
     active: NDArray[np.bool_]
     on_the_fly: NDArray[np.bool_]
@@ -128,24 +139,22 @@ class RoundingPlan(NamedTuple):
     members: NDArray[np.int64]
     """Places of scales, padded with one place after the last."""
 
+    @classmethod
+    def of(cls, taps: Taps, order: Sequence[Tap], place: dict[str, int], wide: int) -> RoundingPlan:
+        """One device's taps in the given order; ``wide`` is room for the scales of one tap."""
+        shape = len(order)
+        active, fly, unsigned = (np.zeros(shape, bool) for _ in range(3))
+        members = np.full((shape, wide), len(place))
+        for i, tap in enumerate(order):
+            if (rounding := taps.get(tap)) is not None:
+                active[i], unsigned[i], fly[i] = True, rounding.unsigned, not rounding.keys
+                members[i, : len(rounding.keys)] = [place[key] for key in rounding.keys]
+        return cls(active, fly, unsigned, members)
 
-def rounding_plan(
-    devices: Sequence[Taps], order: Sequence[Tap], place: dict[str, int]
-) -> RoundingPlan:
-    """What the devices' taps say, as arrays in the given order of taps."""
-    index = {tap: i for i, tap in enumerate(order)}
-    longest = max((len(r.keys) for taps in devices for r in taps.values()), default=0)
-    shape = len(order), len(devices)
-    active, fly, unsigned = (np.zeros(shape, bool) for _ in range(3))
-    members = np.full((*shape, max(longest, 1)), len(place))
-    for d, taps in enumerate(devices):
-        for tap, rounding in taps.items():
-            at = index[tap], d
-            active[at], unsigned[at] = True, rounding.unsigned
-            fly[at] = not rounding.keys
-            for k, key in enumerate(rounding.keys):
-                members[(*at, k)] = place[key]
-    return RoundingPlan(active, fly, unsigned, members)
+    @classmethod
+    def stack(cls, devices: Sequence[RoundingPlan]) -> RoundingPlan:
+        """Many devices' plans as one."""
+        return cls(*(np.stack(arrays, 1) for arrays in zip(*devices, strict=True)))
 
 
 class RoundingTable:
@@ -154,13 +163,20 @@ class RoundingTable:
     ``scales`` of each device, (device, place), are NaN where not known.
     """
 
-    def __init__(self, taps: Collection[Tap], devices: int, on: torch.device) -> None:
+    def __init__(self, taps: Collection[Tap], devices: int, on: torch.device, sites: Sites) -> None:
         self.order = sorted(taps)
+        self.plan = cache(self._plan_of)
+        self._sites = sites
         shape = (len(self.order), devices)
         self._index = {tap: i for i, tap in enumerate(self.order)}
         self._grid = StackedGrid(*(torch.zeros(shape, device=on) for _ in range(4)))
         self.on_the_fly = torch.zeros(shape, dtype=torch.bool, device=on)
         self.unsigned = torch.zeros(shape, dtype=torch.bool, device=on)
+
+    def _plan_of(self, rounder: Rounder, span: Span | None, known: frozenset[str]) -> RoundingPlan:
+        """One device's plan; nothing is rounded where there is no span."""
+        taps = {} if span is None else rounder.taps(span, known)
+        return RoundingPlan.of(taps, self.order, self._sites.place, rounder.widest())
 
     def fill(self, plan: RoundingPlan, scales: Tensor, headroom: float) -> None:
         """Set every grid from the devices' scales."""
@@ -184,6 +200,7 @@ class RoundingTable:
         """The same, with grids of the tensor's own scale where they are made on the fly."""
         i = self._index[tap]
         known = StackedGrid(*(part[i] for part in self._grid))
-        own = stacked_grid(scale, self.unsigned[i])
-        fly = self.on_the_fly[i]
-        return StackedGrid(*(torch.where(fly, a, b) for a, b in zip(own, known, strict=True)))
+        grid: StackedGrid = kernels_for(scale).measured_grid(
+            scale, self.on_the_fly[i], self.unsigned[i], known
+        )
+        return grid

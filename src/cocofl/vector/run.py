@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ class Run:
     measures: Tensor | None = None
     """Who has its last mini-batch now."""
 
+    _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
     @property
     def devices(self) -> int:
         """How many there are."""
@@ -77,9 +80,16 @@ class Run:
 
     def rows(self, x: Tensor, of: Tensor) -> Tensor:
         """How many of the rows ``of`` each device count; ``x`` is what they are rows of."""
-        if x.shape[1] == self.batch:
-            return self.valid * (of.shape[1] // self.batch)
-        return torch.full_like(self.valid, of.shape[1])
+        each = of.shape[1] // self.batch if x.shape[1] == self.batch else 0
+        if (each, of.shape[1]) not in self._rows:
+            counted = self.valid * each if each else torch.full_like(self.valid, of.shape[1])
+            self._rows[each, of.shape[1]] = counted
+        return self._rows[each, of.shape[1]]
+
+    @cached_property
+    def tracking(self) -> Tensor:
+        """(block, device, 1): who trains a block now."""
+        return (self.roles.trained & (self.valid > 0)).unsqueeze(2)
 
     def point(self, kind: str, value: str, block: int) -> TapPoint:
         """The tap at a value."""
@@ -124,7 +134,6 @@ class Run:
 
     def norm(self, spec: NormSpec, name: str, block: int, layer_bias: Tensor | None) -> Norm:
         """A BatchNorm of all devices."""
-        trained = self.roles.trained[block]
         momentum: Tensor | float = spec.momentum if spec.momentum is not None else 0.0
         if spec.momentum is None:
             momentum = (1.0 / (self.steps_done + spec.tracked + 1))[:, None]
@@ -139,7 +148,7 @@ class Run:
             momentum=momentum,
             eps=spec.eps,
             with_batch=torch.ones_like(with_batch) if tracks_nothing else with_batch,
-            tracks=(trained & (self.valid > 0))[:, None],
+            tracks=self.tracking[block],
             frozen_factor=self.frozen_factors[name],
             frozen_offset=self.frozen_offsets[name],
         )

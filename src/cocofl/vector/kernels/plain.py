@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cocofl.numerics import SIGNED_LEVELS, StackedGrid, snap
+from cocofl.numerics import SIGNED_LEVELS, StackedGrid, snap, stacked_grid
 from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
 
 
@@ -107,10 +107,16 @@ def back(
     rows: Tensor,
     c: Coefficients | None,
     norm: Norm | None,
+    z_grid: StackedGrid | None,
     *,
     share: bool,
 ) -> tuple[Tensor, Backward]:
-    """The whole way back; the first is the addend's share (``share``), else undefined."""
+    """The whole way back; the first is the addend's share (``share``), else undefined.
+
+    Where ``z`` is not given, it is computed from ``y`` again.
+    """
+    if z is None and activation.present and y is not None and c is not None:
+        z = finish(y, c.factor, c.offset, None, activation, z_grid)
     before = back_to_sum(g, z, activation, grid)
     if norm is None:
         return before, Backward(before, None, None)
@@ -118,3 +124,9 @@ def back(
     assert c is not None
     del share
     return before, back_through_norm(before, y, rows, c, norm)
+
+
+def measured_grid(scale: Tensor, fly: Tensor, unsigned: Tensor, known: StackedGrid) -> StackedGrid:
+    """The known grids, and those of the tensor's own scale where they are made on the fly."""
+    own = stacked_grid(scale, unsigned)
+    return StackedGrid(*(torch.where(fly, a, b) for a, b in zip(own, known, strict=True)))

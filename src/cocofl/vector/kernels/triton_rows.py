@@ -18,13 +18,15 @@ from torch import Tensor
 from cocofl.numerics import SIGNED_LEVELS, StackedGrid
 from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
 
-_TILE = 4096  # elements that a program holds at a time
-_TURNS = 8  # tiles that a program of a sum goes through
+_TILE = 2048  # elements that a program holds at a time
+_TURNS = 16  # tiles that a program of a sum goes through
 
 
 def _blocks(n: int, channels: int) -> tuple[int, int]:
-    """Rows and channels of a tile."""
-    across = min(triton.next_power_of_2(channels), 128)
+    """Rows and channels of a tile; few lanes of it should fall outside."""
+    across = 128
+    while across > 8 and triton.cdiv(channels, across) * across > 1.15 * channels:
+        across //= 2
     return max(1, min(_TILE // across, triton.next_power_of_2(n))), across
 
 
@@ -72,24 +74,25 @@ def _moments(Y, ROWS, MEAN, SQUARES, n, channels, turns, BN: tl.constexpr, BC: t
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.program_id(2) * BC + tl.arange(0, BC)[None, :]
     rows = tl.minimum(tl.load(ROWS + d), n)
-    count = 0.0
-    mean = tl.zeros((1, BC), tl.float32)
-    squares = tl.zeros((1, BC), tl.float32)
+    # Deviations from the chunk's first row: sums of squares of large numbers would cancel.
+    first = chunk * turns * BN
+    there = (c < channels) & (first < rows)
+    origin = tl.load(Y + (d * n + first) * channels + c, mask=there, other=0.0).to(tl.float32)
+    total = tl.zeros((BN, BC), tl.float32)
+    squares = tl.zeros((BN, BC), tl.float32)
     for turn in range(turns):
-        r = (chunk * turns + turn) * BN + tl.arange(0, BN)[:, None]
+        r = first + turn * BN + tl.arange(0, BN)[:, None]
         inside = (r < rows) & (c < channels)
         y = tl.load(Y + (d * n + r) * channels + c, mask=inside, other=0.0).to(tl.float32)
-        more = tl.minimum(tl.maximum(rows - (chunk * turns + turn) * BN, 0), BN).to(tl.float32)
-        own = tl.sum(y, 0)[None, :] / tl.maximum(more, 1.0)
-        off = tl.where(r < rows, y - own, 0.0)
-        total = tl.maximum(count + more, 1.0)
-        delta = own - mean
-        squares += tl.sum(off * off, 0)[None, :] + delta * delta * (count * more / total)
-        mean += delta * (more / total)
-        count += more
+        off = tl.where(inside, y - origin, 0.0)
+        total += off
+        squares += off * off
+    count = tl.minimum(tl.maximum(rows - first, 0), turns * BN).to(tl.float32)
+    off = tl.sum(total, 0)[None, :] / tl.maximum(count, 1.0)
+    squares_of_all = tl.sum(squares, 0)[None, :] - off * off * count
     at = (d * tl.num_programs(1) + chunk) * channels + c
-    tl.store(MEAN + at, mean, mask=c < channels)
-    tl.store(SQUARES + at, squares, mask=c < channels)
+    tl.store(MEAN + at, origin + off, mask=c < channels)
+    tl.store(SQUARES + at, tl.maximum(squares_of_all, 0.0), mask=c < channels)
 
 
 @triton.jit
@@ -242,15 +245,23 @@ def finish(
 
 @triton.jit
 def _before(
-    G, Z, CAP, SCALE, PER_STEP, LOW, HIGH, at, inside, d,
+    G, Z, y, FACTOR, OFFSET, CAP, SCALE, PER_STEP, LOW, HIGH, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH,
+    at, own, inside, across, d,
     ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
+    AGAIN: tl.constexpr, Z_ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before rounding and activation."""
+    """The gradient before rounding and activation; ``AGAIN`` computes z instead of reading it."""
     g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
     if ROUNDS:
         g = _rounded(g, d, SCALE, PER_STEP, LOW, HIGH)
     if ACTIVATION:
-        z = tl.load(Z + at, mask=inside, other=0.0).to(tl.float32)
+        if AGAIN:
+            z = y * tl.load(FACTOR + own, mask=across, other=0.0)
+            z = z + tl.load(OFFSET + own, mask=across, other=0.0)
+            if Z_ROUNDS:
+                z = _rounded(z, d, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH)
+        else:
+            z = tl.load(Z + at, mask=inside, other=0.0).to(tl.float32)
         passed = z > 0
         if CAPPED:
             passed = passed & (z < tl.load(CAP + d))
@@ -260,8 +271,10 @@ def _before(
 
 @triton.jit
 def _back_sums(
-    G, Z, Y, MEAN, ROWS, CAP, SCALE, PER_STEP, LOW, HIGH, SUM_G, SUM_GY, n, channels, turns,
+    G, Z, Y, MEAN, FACTOR, OFFSET, ROWS, CAP, SCALE, PER_STEP, LOW, HIGH,
+    Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, SUM_G, SUM_GY, n, channels, turns,
     ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
+    AGAIN: tl.constexpr, Z_ROUNDS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -274,10 +287,12 @@ def _back_sums(
         r = (chunk * turns + turn) * BN + tl.arange(0, BN)[:, None]
         inside = (r < rows) & (c < channels)
         at = (d * n + r) * channels + c
-        g = _before(
-            G, Z, CAP, SCALE, PER_STEP, LOW, HIGH, at, inside, d, ACTIVATION, CAPPED, ROUNDS
-        )
         y = tl.load(Y + at, mask=inside, other=0.0).to(tl.float32)
+        g = _before(
+            G, Z, y, FACTOR, OFFSET, CAP, SCALE, PER_STEP, LOW, HIGH,
+            Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, at, d * channels + c, inside, c < channels, d,
+            ACTIVATION, CAPPED, ROUNDS, AGAIN, Z_ROUNDS,
+        )  # fmt: skip
         sum_g += g
         sum_gy += tl.where(inside, g * (y - mean), 0.0)
     at = (d * tl.num_programs(1) + chunk) * channels + c
@@ -313,10 +328,11 @@ def _back_coefficients(
 
 @triton.jit
 def _back(
-    G, Z, Y, MEAN, FACTOR, SHIFT, SLOPE, ROWS, CAP, SCALE, PER_STEP, LOW, HIGH, SHARE, OUT,
-    n, channels,
+    G, Z, Y, MEAN, FACTOR, OFFSET, SHIFT, SLOPE, ROWS, CAP, SCALE, PER_STEP, LOW, HIGH,
+    Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, SHARE, OUT, n, channels,
     HAS_NORM: tl.constexpr, SHARES: tl.constexpr,
     ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
+    AGAIN: tl.constexpr, Z_ROUNDS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(0).to(tl.int64)
@@ -324,13 +340,19 @@ def _back(
     c = tl.program_id(2) * BC + tl.arange(0, BC)[None, :]
     inside = (r < n) & (c < channels)
     at = (d * n + r) * channels + c
-    g = _before(G, Z, CAP, SCALE, PER_STEP, LOW, HIGH, at, inside, d, ACTIVATION, CAPPED, ROUNDS)
+    own = d * channels + c
+    across = c < channels
+    y = tl.zeros((BN, BC), tl.float32)
+    if HAS_NORM:
+        y = tl.load(Y + at, mask=inside, other=0.0).to(tl.float32)
+    g = _before(
+        G, Z, y, FACTOR, OFFSET, CAP, SCALE, PER_STEP, LOW, HIGH,
+        Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, at, own, inside, across, d,
+        ACTIVATION, CAPPED, ROUNDS, AGAIN, Z_ROUNDS,
+    )  # fmt: skip
     if SHARES:
         tl.store(SHARE + at, g, mask=inside)
     if HAS_NORM:
-        own = d * channels + c
-        across = c < channels
-        y = tl.load(Y + at, mask=inside, other=0.0).to(tl.float32)
         y = y - tl.load(MEAN + own, mask=across, other=0.0)
         g = g * tl.load(FACTOR + own, mask=across, other=0.0)
         g = g - tl.load(SHIFT + own, mask=across, other=0.0)
@@ -348,23 +370,28 @@ def back(
     rows: Tensor,
     c: Coefficients | None,
     norm: Norm | None,
+    z_grid: StackedGrid | None,
     *,
     share: bool,
 ) -> tuple[Tensor, Backward]:
-    """The whole way back; the first is the addend's share (``share``), else undefined."""
+    """The whole way back; the first is the addend's share (``share``), else undefined.
+
+    Where ``z`` is not given, it is computed from ``y`` again: that is cheaper than to read it.
+    """
     d, n, channels = g.shape
     down, across = _blocks(n, channels)
     wide = triton.cdiv(channels, across)
     flags: dict[str, Any] = {
         "ACTIVATION": activation.present, "CAPPED": activation.cap is not None,
         "ROUNDS": grid is not None, "BN": down, "BC": across,
+        "AGAIN": z is None, "Z_ROUNDS": z_grid is not None,
     }  # fmt: skip
     if norm is None:
         if not activation.present and grid is None:
             return g, Backward(g, None, None)
         out = torch.empty_like(g)
         _back[d, triton.cdiv(n, down), wide](
-            g, z, None, None, None, None, None, rows, activation.cap, *_grid(grid), None, out,
+            g, z, *(None,) * 6, rows, activation.cap, *_grid(grid), *_grid(None), None, out,
             n, channels, HAS_NORM=False, SHARES=False, **flags,
         )  # fmt: skip
         return out, Backward(out, None, None)
@@ -372,8 +399,9 @@ def back(
     chunks = triton.cdiv(n, down * _TURNS)
     sums = [torch.empty(d, chunks, channels, device=g.device) for _ in range(2)]
     _back_sums[d, chunks, wide](
-        g, z, y, c.mean, rows, activation.cap, *_grid(grid), *sums, n, channels, _TURNS, **flags
-    )
+        g, z, y, c.mean, c.factor, c.offset, rows, activation.cap, *_grid(grid), *_grid(z_grid),
+        *sums, n, channels, _TURNS, **flags,
+    )  # fmt: skip
     shift, slope, weight, bias = (torch.empty(d, channels, device=g.device) for _ in range(4))
     _back_coefficients[d, triton.cdiv(channels, 128)](
         *sums, c.factor, c.rstd, norm.with_batch, rows, shift, slope, weight, bias,
@@ -382,8 +410,9 @@ def back(
     out = torch.empty_like(g)
     shared = torch.empty_like(g) if share else g
     _back[d, triton.cdiv(n, down), wide](
-        g, z, y, c.mean, c.factor, shift, slope, rows, activation.cap, *_grid(grid),
-        shared if share else None, out, n, channels, HAS_NORM=True, SHARES=share, **flags,
+        g, z, y, c.mean, c.factor, c.offset, shift, slope, rows, activation.cap,
+        *_grid(grid), *_grid(z_grid), shared if share else None, out, n, channels,
+        HAS_NORM=True, SHARES=share, **flags,
     )  # fmt: skip
     return shared, Backward(out, weight, bias)
 
@@ -392,6 +421,40 @@ def total(g: Tensor, rows: Tensor) -> Tensor:
     """The sum over valid rows, (device, channel); what does not count is zero already."""
     del rows
     return g.sum(1, dtype=torch.float32)
+
+
+@triton.jit
+def _measured(MEASURED, FLY, UNSIGNED, SCALE, PER_STEP, LOW, HIGH, OUT, devices, BD: tl.constexpr):
+    d = tl.arange(0, BD)
+    inside = d < devices
+    fly = tl.load(FLY + d, mask=inside, other=0) != 0
+    unsigned = tl.load(UNSIGNED + d, mask=inside, other=0) != 0
+    step = tl.maximum(tl.load(MEASURED + d, mask=inside, other=0.0), 1e-20)
+    step = tl.where(unsigned, step * (127.0 / 255.0), step)
+    low = tl.where(unsigned, 0.0, -128.0)
+    scale = tl.where(fly, step, tl.load(SCALE + d, mask=inside, other=0.0))
+    per_step = tl.where(fly, 1.0 / step, tl.load(PER_STEP + d, mask=inside, other=0.0))
+    tl.store(OUT + d, scale, mask=inside)
+    tl.store(OUT + devices + d, per_step, mask=inside)
+    tl.store(
+        OUT + 2 * devices + d,
+        tl.where(fly, low, tl.load(LOW + d, mask=inside, other=0.0)),
+        mask=inside,
+    )
+    tl.store(
+        OUT + 3 * devices + d,
+        tl.where(fly, low + 255.0, tl.load(HIGH + d, mask=inside, other=0.0)),
+        mask=inside,
+    )
+
+
+def measured_grid(scale: Tensor, fly: Tensor, unsigned: Tensor, known: StackedGrid) -> StackedGrid:
+    """The known grids, and those of the tensor's own scale where they are made on the fly."""
+    devices = len(scale)
+    out = torch.empty(4, devices, device=scale.device)
+    size = triton.next_power_of_2(devices)
+    _measured[(1,)](scale, fly, unsigned, *known, out, devices, BD=size)
+    return StackedGrid(*out)
 
 
 @triton.jit
