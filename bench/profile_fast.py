@@ -6,7 +6,9 @@ Prints how long the fast profile took, and on held-out spans (none of those that
 errors of step time and tensor peak, with the repeat error of the full measurement beside them: no
 prediction can be seen to be better than that. Each full measurement is as in ``cocofl profile``:
 the median of 16 steps; with ``--apart`` each in a process of its own. Anchors between them take
-out the machine's drift.
+out the machine's drift. All spans are measured ``--rounds`` times, one round after the other, and
+a prediction is compared with the median over the rounds: on a machine where one and the same span
+differs by 10 % from one minute to the next, a single measurement says little.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from cocofl import FrozenNet, KernelPlan, ProfileTable, Span, all_spans, freeze
@@ -73,7 +76,8 @@ def with_anchors(
 
 
 def summary(name: str, errors: list[float], limit: str) -> None:
-    median, largest = statistics.median(errors), max(errors)
+    sizes = [abs(error) for error in errors]
+    median, largest = statistics.median(sizes), max(sizes)
     print(f"{name:<34} median {median:6.1%}  largest {largest:6.1%}   {limit}")
 
 
@@ -83,7 +87,7 @@ def main() -> None:
     parser.add_argument("--variant", default="qff")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--held-out", type=int, default=30)
-    parser.add_argument("--repeated", type=int, default=30, help="how many are measured twice")
+    parser.add_argument("--rounds", type=int, default=4, help="how often each is measured")
     parser.add_argument("--apart", action="store_true", help="a fresh process per measurement")
     args = parser.parse_args()
     settings = Settings(args.model, variant=args.variant, threads=args.threads)
@@ -106,26 +110,26 @@ def main() -> None:
         if args.apart:
             prepare_apart(Path(name), settings)
             one = partial(measure, Path(name))
-        first = with_anchors(held_out, full, one)
-        again = with_anchors(held_out[: args.repeated], full, one)
+        rounds = [with_anchors(held_out, full, one) for _ in range(args.rounds)]
 
     costs = dict(zip(table.spans, table.costs, strict=True))
-    scale = costs[full].step_s / first[full].step_s
+    fractions = {
+        span: [measured[span].step_s / measured[full].step_s for measured in rounds]
+        for span in held_out
+    }
+    time_errors, peak_errors = [], []
     for span in sorted(held_out):
-        off = costs[span].step_s / (first[span].step_s * scale) - 1
-        peak_off = costs[span].tensor_bytes / first[span].tensor_bytes - 1
-        print(f"  {span!s:>6} {first[span].step_s * 1e3:7.1f} ms {off:+7.1%}   "
-              f"{first[span].tensor_bytes / 1e6:6.1f} MB {peak_off:+7.1%}")  # fmt: skip
-    time_errors = [abs(costs[span].step_s / (first[span].step_s * scale) - 1) for span in held_out]
+        step_s, peak_bytes = rounds[0][span].step_s, rounds[0][span].tensor_bytes
+        predicted = costs[span].step_s / costs[full].step_s
+        time_errors.append(predicted / statistics.median(fractions[span]) - 1)
+        peak_errors.append(costs[span].tensor_bytes / peak_bytes - 1)
+        print(f"  {span!s:>6} {step_s * 1e3:7.1f} ms {time_errors[-1]:+7.1%}   "
+              f"{peak_bytes / 1e6:6.1f} MB {peak_errors[-1]:+7.1%}")  # fmt: skip
     summary("time (as a fraction of full)", time_errors, "at most 6 % and 20 %")
-    summary(
-        "tensor peak",
-        [abs(costs[s].tensor_bytes / first[s].tensor_bytes - 1) for s in held_out],
-        "at most 5 % and 20 %",
-    )
-    if args.repeated:
-        repeat = [abs(again[s].step_s / first[s].step_s - 1) for s in held_out[: args.repeated]]
-        summary("repeat error of full measurement", repeat, "(time, the same span twice)")
+    summary("tensor peak", peak_errors, "at most 5 % and 20 %")
+    repeats = [b / a - 1 for found in fractions.values() for a, b in pairwise(found)]
+    if repeats:
+        summary("repeat error of full measurement", repeats, "(time, the same span twice)")
 
 
 if __name__ == "__main__":

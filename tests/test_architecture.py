@@ -16,7 +16,7 @@ PACKAGE = Path(cocofl.__file__).parent
 # Top to bottom. Rooms on one floor do not import each other.
 FLOORS = [
     {"cli"},
-    {"flower", "report"},
+    {"flower", "report", "comparison", "trackers"},
     {"experiment"},
     {"config"},
     {"engine"},
@@ -28,7 +28,7 @@ FLOORS = [
     {"chain"},
     {"models", "data"},
     {"numerics"},
-    {"span", "budget", "rng"},
+    {"span", "budget", "rng", "named"},
     {"errors"},
 ]
 LEVEL = {room: level for level, floor in enumerate(FLOORS) for room in floor}
@@ -39,6 +39,8 @@ ADAPTED_IMPORTS: dict[str, set[str]] = {
     "cli": {"rich", "typer"},
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn"},
     "report": {"matplotlib"},
+    "runlog": {"safetensors"},
+    "trackers": {"mlflow", "wandb"},
     "vector": {"triton"},
 }
 
@@ -90,7 +92,9 @@ def test_frameworks_touch_only_their_adapters(path: Path) -> None:
 
 
 def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
-    heavy = "datasets flwr matplotlib pandas PIL plotly pyarrow rich scipy sklearn typer"
+    heavy = (
+        "datasets flwr matplotlib pandas PIL plotly pyarrow rich safetensors scipy sklearn typer"
+    )
     code = f"import sys, cocofl; print([m for m in {heavy.split()} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -69,6 +69,14 @@ class InvalidDevices(CocoflError):
     """Device groups or a trace from which no budget can be made."""
 
 
+class InvalidExperiment(CocoflError):
+    """An experiment file with an unknown key, or a value that cannot be."""
+
+
+class RunFolderProblem(CocoflError):
+    """A run folder that is in the way, is not one, or cannot be written."""
+
+
 class ProfilingFailed(CocoflError):
     """A configuration that could not be measured."""
 

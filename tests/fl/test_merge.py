@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocofl.fl.merge import Contribution, merge
+from cocofl.fl.merge import Contribution, merge, merge_nested
 
 KEYS = ["a", "b", "c"]
 FINITE = st.floats(-100, 100, width=32)
@@ -75,3 +77,63 @@ def test_the_old_state_is_left_alone() -> None:
 def test_nobody_accepted_moves_nothing() -> None:
     state = {"w": torch.ones(2)}
     assert torch.equal(merge(state, [])["w"], state["w"])
+
+
+WIDTHS = [1, 2, 3, 4]  # of 4 rows and 4 columns
+
+
+def places(width: float) -> dict[str, tuple[slice, slice]]:
+    rows = round(4 * width)
+    return {key: (slice(0, rows), slice(0, rows)) for key in KEYS}
+
+
+@st.composite
+def nested_rounds(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[Contribution]]:
+    def matrix(rows: int) -> torch.Tensor:
+        values = draw(st.lists(FINITE, min_size=rows * rows, max_size=rows * rows))
+        return torch.tensor(values).reshape(rows, rows)
+
+    state = {key: matrix(4) for key in KEYS}
+    contributions = []
+    for _ in range(draw(st.integers(0, 5))):
+        rows = draw(st.sampled_from(WIDTHS))
+        known = draw(st.sets(st.integers(0, rows - 1), min_size=1))
+        only = {"c": np.array(sorted(known))} if draw(st.booleans()) else {}
+        contributions.append(
+            Contribution(
+                {key: matrix(rows) for key in KEYS},
+                draw(st.integers(1, 500)),
+                width=rows / 4,
+                rows=only,
+            )
+        )
+    return state, contributions
+
+
+@given(nested_rounds())
+def test_nested_merging_is_the_average_per_coordinate(
+    round_: tuple[dict[str, torch.Tensor], list[Contribution]],
+) -> None:
+    state, contributions = round_
+    merged = merge_nested(state, iter(contributions), places)
+    for key in KEYS:
+        for i in range(4):
+            for j in range(4):
+                voters = [
+                    c
+                    for c in contributions
+                    if max(i, j) < len(c.tensors[key]) and i in c.rows.get(key, range(4))
+                ]
+                samples = sum(c.samples for c in voters)
+                votes = sum(float(c.tensors[key][i, j]) * c.samples for c in voters)
+                expected = votes / samples if voters else float(state[key][i, j])
+                assert float(merged[key][i, j]) == pytest.approx(expected, rel=1e-5, abs=1e-4)
+
+
+def test_nested_merging_averages_what_comes_beside_over_those_who_sent_it() -> None:
+    state = {key: torch.zeros(4, 4) for key in KEYS}
+    sent = [
+        Contribution({"widths.0.5.n.mean": torch.tensor([2.0])}, 1),
+        Contribution({"widths.0.5.n.mean": torch.tensor([4.0])}, 3),
+    ]
+    assert merge_nested(state, sent, places)["widths.0.5.n.mean"].item() == 3.5

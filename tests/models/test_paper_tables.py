@@ -62,12 +62,12 @@ def upload(sizes: list[int], span: Span) -> float:
     return sum(sizes[span.start : span.stop]) / sum(sizes)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TABLES)
 def test_number_of_blocks(name: str) -> None:
     assert len(block_sizes(name)) == TABLES[name][2]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TABLES)
 def test_every_span_uploads_what_the_paper_says(name: str) -> None:
     expected = paper_upload(name)
     sizes = block_sizes(name)

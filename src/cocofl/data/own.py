@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cocofl.data.draft import SPLITS, Draft, Facts
-from cocofl.data.functions import import_function
 from cocofl.data.rows import owners as number_owners
-from cocofl.errors import InvalidData
+from cocofl.errors import DataNotFound, InvalidData
+from cocofl.named import import_function
 
 MAX_TOKEN_ID = 2**16 - 1
 
@@ -33,7 +33,7 @@ def read_own(name: str, folder: Path | None) -> tuple[dict[str, Draft], str]:
     the owners of the samples as a third item if there are any. Inputs are uint8 images
     (n, height, width, 1 or 3) or integer token ids (n, length).
     """
-    made = import_function(name)(folder)
+    made = import_function(name, DataNotFound)(folder)
     if not isinstance(made, Mapping) or not set(SPLITS) <= set(made):
         raise InvalidData(
             f"{name} returned {type(made).__name__}; expected a dict with train and test, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Callable
@@ -14,11 +13,11 @@ from typing import Literal
 
 from cocofl.data import origin as origins
 from cocofl.data.draft import SPLITS, Draft, Facts
-from cocofl.data.functions import import_function
 from cocofl.data.origin import Origin
 from cocofl.data.own import read_own
 from cocofl.data.split import Split, open_split, write_split
 from cocofl.errors import DataNotFound, InvalidData
+from cocofl.named import import_function, nearest
 
 logger = logging.getLogger("cocofl.data")
 
@@ -147,7 +146,7 @@ def load(
         raise DataNotFound(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
     origin = locate(name, source, data_dir)
     paths = _cache_paths(name, preset, origin, folder)
-    splits = _load_or_build(paths, lambda: import_function(source.build)(origin, preset))
+    splits = _load_or_build(paths, lambda: _builder(source)(origin, preset))
     return DataSet(name, splits["train"], splits["test"])
 
 
@@ -155,10 +154,9 @@ def find_source(name: str) -> Source:
     """The registry's entry, or an error that names the nearest one."""
     if name in REGISTRY:
         return REGISTRY[name]
-    nearest = difflib.get_close_matches(name, REGISTRY, n=1)
     raise DataNotFound(
-        f"no data set {name!r}{f'; did you mean {nearest[0]}?' if nearest else ''} "
-        f"Known: {', '.join(REGISTRY)}; or one's own as package.module:function"
+        f"no data set {name!r}{nearest(name, REGISTRY)}; known: {', '.join(REGISTRY)}; or one's "
+        "own as package.module:function"
     )
 
 
@@ -213,6 +211,19 @@ def listing(
     return Listing(
         name, source.task, len(train), len(test), train.facts.num_classes, "ready", place
     )
+
+
+def _builder(source: Source) -> Callable[[Origin, str], AbstractContextManager[dict[str, Draft]]]:
+    try:
+        return import_function(source.build, DataNotFound)
+    except DataNotFound as error:
+        cause = error.__cause__
+        if not isinstance(cause, ModuleNotFoundError):
+            raise
+        library = (cause.name or "").partition(".")[0]
+        raise DataNotFound(
+            f"{source.build} needs the library {library}: pip install 'cocofl[data]'"
+        ) from cause
 
 
 # --- caching -------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from cocofl.data.draws import Ints
 from cocofl.data.partition import Partition
 from cocofl.data.split import Split
 from cocofl.errors import InvalidPartition
+from cocofl.named import nearest
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,8 @@ def divide(
 ) -> Partition:
     """Divide a split over devices; ``groups`` is the group of each device."""
     if rule.name not in RULES:
-        nearest = difflib.get_close_matches(rule.name, RULES, n=1)
         raise InvalidPartition(
-            f"no split {rule.name!r}{f', did you mean {nearest[0]}' if nearest else ''}? "
-            f"Known: {', '.join(RULES)}"
+            f"no split {rule.name!r}{nearest(rule.name, RULES)}; known: {', '.join(RULES)}"
         )
     return RULES[rule.name](data, devices, seed, rule, np.asarray(groups))
 

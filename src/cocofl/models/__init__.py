@@ -1,4 +1,4 @@
-"""The networks of the paper, one plain definition each.
+"""The networks of the paper and two small ones, one plain definition each.
 
 >>> model = MODELS["mobilenet"](num_classes=10, tiny=True)
 >>> model(model.example_input(batch_size=4)).shape
@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from cocofl.models.base import Network
+from cocofl.models.cnn import cnn
 from cocofl.models.densenet import densenet40
 from cocofl.models.mobilenet import mobilenet, mobilenet_groupnorm, mobilenet_large
-from cocofl.models.resnet import resnet18, resnet50
+from cocofl.models.resnet import resnet10_digits, resnet18, resnet50
 from cocofl.models.transformer import transformer, transformer_seq2seq
 
 
@@ -31,10 +32,12 @@ class Factory(Protocol):
 
 
 MODELS: dict[str, Factory] = {
+    "cnn": cnn,
     "densenet40": densenet40,
     "mobilenet": mobilenet,
     "mobilenet-groupnorm": mobilenet_groupnorm,
     "mobilenet-large": mobilenet_large,
+    "resnet10-digits": resnet10_digits,
     "resnet18": resnet18,
     "resnet50": resnet50,
     "transformer": transformer,

@@ -9,23 +9,33 @@ from torch import Tensor, nn
 
 from cocofl.errors import InvalidModel
 
+Segments = tuple[int, ...]
+
 
 class Network(nn.Module, ABC):
-    """An ordinary ``nn.Module`` that can also show what it eats."""
+    """An ordinary ``nn.Module`` that can also show what it eats, and how a width slices it."""
 
     @abstractmethod
     def example_input(self, batch_size: int = 2) -> Tensor:
         """A batch of the right shape and type, the same one every time."""
 
+    def segments(self) -> dict[str, tuple[Segments, ...]]:
+        """By state-dict key and axis, the pieces that a width narrows one by one.
+
+        Empty for an axis, and for every key that is missing here: the axis is one piece.
+        """
+        return {}
+
 
 class ImageNetwork(Network):
-    """A network for square colour images of ``image_size`` pixels a side."""
+    """A network for square images of ``image_size`` pixels a side."""
 
     image_size: int
+    image_channels: int = 3
 
     def example_input(self, batch_size: int = 2) -> Tensor:
-        """Normally distributed pixels, (batch, 3, image_size, image_size)."""
-        size = (batch_size, 3, self.image_size, self.image_size)
+        """Normally distributed pixels, (batch, channels, image_size, image_size)."""
+        size = (batch_size, self.image_channels, self.image_size, self.image_size)
         return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cocofl.models.base import ImageNetwork, check, narrowed
+from cocofl.models.base import ImageNetwork, Segments, check, narrowed
 
 BOTTLENECK = 4  # the 1×1 convolution makes this many times the growth, whatever comes in
 
@@ -67,6 +67,7 @@ class DenseNet(ImageNetwork):
                 dense.append(DenseLayer(channels, growth))
                 channels += growth
         self.dense = nn.Sequential(*dense)
+        self._growth = growth
         self.classifier = nn.Sequential(
             nn.BatchNorm2d(channels),
             nn.ReLU(),
@@ -74,6 +75,26 @@ class DenseNet(ImageNetwork):
             nn.Flatten(),
             nn.Linear(channels, num_classes),
         )
+
+    def segments(self) -> dict[str, tuple[Segments, ...]]:
+        """Whatever takes in a dense stage's channels has them in the pieces they came in."""
+        found: dict[str, tuple[Segments, ...]] = {}
+
+        def takes_in(norm: str, layer: str) -> None:
+            for tensor in ("weight", "bias", "running_mean", "running_var"):
+                found[f"{norm}.{tensor}"] = (pieces,)
+            found[f"{layer}.weight"] = ((), pieces)
+
+        pieces: Segments = (self.stem.out_channels,)
+        for i, module in enumerate(self.dense):
+            if isinstance(module, Transition):
+                takes_in(f"dense.{i}.norm", f"dense.{i}.conv")
+                pieces = (module.conv.out_channels,)
+            else:
+                takes_in(f"dense.{i}.norm1", f"dense.{i}.conv1")
+                pieces = (*pieces, self._growth)
+        takes_in("classifier.0", "classifier.4")
+        return found
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 3, 32, 32) to (batch, classes)."""

@@ -1,4 +1,4 @@
-"""ResNet18 and ResNet50 (He et al., 2015) for images of 32×32: a 3×3 stem and no max pooling."""
+"""ResNets (He et al., 2015) for small images: a 3×3 stem and no max pooling."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Stage(NamedTuple):
 
 RESNET18 = [Stage(64, 2, stride=1), Stage(128, 2, 2), Stage(256, 2, 2), Stage(512, 2, 2)]
 RESNET50 = [Stage(64, 3, stride=1), Stage(128, 4, 2), Stage(256, 6, 2), Stage(512, 3, 2)]
+RESNET10 = [Stage(16, 2, stride=1), Stage(32, 2, stride=2)]
 TINY = [Stage(8, 2, stride=1), Stage(16, 2, stride=2)]
 
 
@@ -80,7 +81,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(ImageNetwork):
-    """10 blocks for ResNet18, 18 for ResNet50: stem, residual blocks, classifier."""
+    """Stem, residual blocks, classifier: 10 blocks for ResNet18, 18 for ResNet50."""
 
     def __init__(
         self,
@@ -89,13 +90,17 @@ class ResNet(ImageNetwork):
         stages: Sequence[Stage],
         *,
         width: float,
+        image_size: int = 32,
+        image_channels: int = 3,
     ) -> None:
         super().__init__()
-        self.image_size = 32
+        self.image_size, self.image_channels = image_size, image_channels
 
         channels = narrowed(stages[0].channels, width)
         self.stem = nn.Sequential(
-            nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()
+            nn.Conv2d(image_channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
         )
         residuals: list[nn.Module] = []
         for stage in stages:
@@ -125,3 +130,10 @@ def resnet50(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> Res
     """ResNet50 for 32×32."""
     check(num_classes, width)
     return ResNet(num_classes, Bottleneck, TINY if tiny else RESNET50, width=width)
+
+
+def resnet10_digits(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> ResNet:
+    """6 blocks for grey images of 8×8, such as scikit-learn's digits."""
+    check(num_classes, width)
+    stages = TINY if tiny else RESNET10
+    return ResNet(num_classes, BasicBlock, stages, width=width, image_size=8, image_channels=1)

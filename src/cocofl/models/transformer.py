@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl.errors import InvalidModel
-from cocofl.models.base import Network, check, narrowed
+from cocofl.models.base import Network, Segments, check, narrowed
 
 PADDING = 0
 
@@ -160,6 +160,18 @@ class Encoder(Network):
         for layer in self.layers:
             x = layer(x, mask)
         return self.classifier(self.pool(x, mask))
+
+    def segments(self) -> dict[str, tuple[Segments, ...]]:
+        """Inside attention a width narrows each head."""
+        found: dict[str, tuple[Segments, ...]] = {}
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, EncoderLayer)
+            heads = (layer.attention.head_channels,) * layer.attention.heads
+            for name in ("query", "key", "value"):
+                found[f"layers.{i}.attention.{name}.weight"] = (heads, ())
+                found[f"layers.{i}.attention.{name}.bias"] = (heads,)
+            found[f"layers.{i}.attention.output.weight"] = ((), heads)
+        return found
 
     def example_input(self, batch_size: int = 2) -> Tensor:
         """Random tokens, (batch, length), without padding."""

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,7 @@ from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting
 from cocofl.freeze import chain_state, freeze
 from cocofl.profiling.subject import Inputs
-from cocofl.profiling.sweep import WIDTHS
+from cocofl.profiling.sweep import LEVELS, STEPS, WIDTHS
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
 from cocofl.profiling.workspace import Settings
 from cocofl.span import Role, Span, all_spans
@@ -245,11 +246,7 @@ def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
         raise InvalidSetting(f"unknown device {device!r}; expected one of {', '.join(DEVICES)}")
     costs: dict[Configuration, Cost] = {}
     if settings.method == "width":
-        n_blocks = 0
-        for width in WIDTHS:
-            chain, inputs = settings.subject.chain(width)
-            work, n_blocks = block_work(chain, inputs), len(chain)
-            costs[width] = _cost(work, range(n_blocks), "f", inputs, DEVICES[device])
+        n_blocks, costs = _width_costs(settings, DEVICES[device])
     else:
         chain, inputs = settings.subject.chain()
         work, n_blocks = block_work(chain, inputs), len(chain)
@@ -267,6 +264,25 @@ def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
         source="analytic",
         batch=settings.batch,
     )
+
+
+def _width_costs(settings: Settings, device: Device) -> tuple[int, dict[Configuration, Cost]]:
+    """Counted at some widths; costs grow smoothly in between."""
+    counted = sorted({*LEVELS, *STEPS[::7], 1.0})
+    found, n_blocks = [], 0
+    for width in counted:
+        chain, inputs = settings.subject.chain(width)
+        work, n_blocks = block_work(chain, inputs), len(chain)
+        found.append(_cost(work, range(n_blocks), "f", inputs, device))
+    seconds, peaks, uploads = (
+        np.interp(WIDTHS, counted, [getattr(cost, name) for cost in found]).tolist()
+        for name in ("step_s", "tensor_bytes", "upload_bytes")
+    )
+    rows = zip(WIDTHS, seconds, peaks, uploads, strict=True)
+    return n_blocks, {
+        width: Cost(float(f"{step:.6g}"), None, round(peak), round(upload))
+        for width, step, peak, upload in rows
+    }
 
 
 def _cost(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from cocofl.chain import BlockChain, split
 from cocofl.errors import InvalidModel
 from cocofl.models import MODELS
+from cocofl.named import import_function, nearest
 
 CLASSES = {"transformer": 2, "transformer-seq2seq": 81}
 DEFAULT_CLASSES = 10
@@ -35,9 +34,11 @@ class Subject:
     model: str
     batch: int = 32
     num_classes: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    """Further keyword arguments of the factory."""
 
-    def build(self, width: float | None = None) -> tuple[nn.Module, Inputs]:
-        """The model with fixed weights, and a mini-batch."""
+    def build(self, width: float | None = None, *, seed: int = 0) -> tuple[nn.Module, Inputs]:
+        """The model with the weights that ``seed`` gives, and a mini-batch."""
         if self.batch < 1:
             raise InvalidModel(f"batch is {self.batch}; a mini-batch has at least 1 sample")
         factory, arguments = self._factory()
@@ -48,8 +49,13 @@ class Subject:
                     "factory a keyword `width`, a ratio in (0, 1], that scales its channels"
                 )
             arguments["width"] = width
-        torch.manual_seed(0)
-        made = factory(**arguments)
+        try:
+            # Not the caller's random numbers: building a model must not change what is drawn next.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                made = factory(**arguments, **dict(self.options))
+        except TypeError as error:
+            raise InvalidModel(f"{self.model} cannot be built: {error}") from error
         model, example = made if isinstance(made, tuple) else (made, None)
         if not isinstance(model, nn.Module):
             raise InvalidModel(f"{self.model} gave a {type(model).__name__}; expected an nn.Module")
@@ -58,21 +64,20 @@ class Subject:
     def chain(self, width: float | None = None) -> tuple[BlockChain, Inputs]:
         """The model split into blocks, and a mini-batch."""
         model, inputs = self.build(width)
-        return split(model, inputs), inputs
+        chain = model if isinstance(model, BlockChain) else split(model, inputs)
+        return chain, inputs
 
     def _factory(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         if ":" in self.model:
-            factory = _import(self.model)
+            factory = import_function(self.model, InvalidModel)
             takes = inspect.signature(factory).parameters
             if self.num_classes is not None and "num_classes" in takes:
                 return factory, {"num_classes": self.num_classes}
             return factory, {}
         if self.model not in MODELS:
-            near = difflib.get_close_matches(self.model, MODELS, 1)
-            hint = f" (nearest: {near[0]})" if near else ""
             raise InvalidModel(
-                f"unknown model {self.model!r}{hint}; expected one of {', '.join(MODELS)}, "
-                "or package.module:factory"
+                f"unknown model {self.model!r}{nearest(self.model, MODELS)}; expected one of "
+                f"{', '.join(MODELS)}, or package.module:factory"
             )
         classes = self.num_classes or CLASSES.get(self.model, DEFAULT_CLASSES)
         return MODELS[self.model], {"num_classes": classes}
@@ -118,20 +123,6 @@ def training_step(
         mark("end")
 
     return step
-
-
-def _import(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidModel(
-            f"cannot import {name}: {error}. Expected package.module:factory, importable from "
-            "here (the current folder counts)"
-        ) from error
-    if not callable(factory):
-        raise InvalidModel(f"{name} is a {type(factory).__name__}, not a function or class")
-    return factory  # type: ignore[no-any-return]
 
 
 def _repeated(x: Tensor, batch: int) -> Tensor:

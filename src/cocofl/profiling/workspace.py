@@ -35,6 +35,7 @@ class Settings:
     batch: int = 32
     threads: int = 1
     num_classes: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         for what, value, choices in (
@@ -52,7 +53,7 @@ class Settings:
     @property
     def subject(self) -> Subject:
         """The model and its mini-batch."""
-        return Subject(self.model, self.batch, self.num_classes)
+        return Subject(self.model, self.batch, self.num_classes, self.options)
 
     @property
     def integers(self) -> bool:
@@ -99,7 +100,9 @@ def prepare(folder: Path, settings: Settings) -> None:
 
 def load_settings(folder: Path) -> Settings:
     """What the workspace was prepared for."""
-    return Settings(**json.loads((folder / _SETTINGS).read_text()))
+    found = json.loads((folder / _SETTINGS).read_text())
+    options = tuple((name, value) for name, value in found.pop("options"))
+    return Settings(**found, options=options)
 
 
 def load_plan(folder: Path) -> KernelPlan:

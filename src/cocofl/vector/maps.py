@@ -82,7 +82,8 @@ def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
         if (vertical, horizontal) != (1, 1):
             x = x[..., ::vertical, ::horizontal]
         return from_rows(_apply(_Multiply, rows_of(x), *w.flat()), x)
-    if x.is_cuda and geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and not x.requires_grad:
+    few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
+    if x.is_cuda and few and not x.requires_grad:
         return _unfolded(x, w, geometry)
     if (kernels := depthwise_for(x, w.own, geometry)) is not None:
         return _apply(_Depthwise, x, *w, geometry, kernels)
@@ -91,15 +92,12 @@ def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
 
 def _unfolded(x: Tensor, w: Weights, g: Geometry) -> Tensor:
     """A convolution of few inputs, such as a stem's, as a matrix product."""
-    kernel = tuple(w.own.shape[3:])
-    columns = F.unfold(x.flatten(0, 1), kernel, g.dilation, g.padding, g.stride)
-    size = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(x.shape[3:], g.padding, g.dilation, kernel, g.stride, strict=True)
-    ]
-    rows = columns.transpose(1, 2).reshape(len(x), -1, columns.shape[1])
-    y = _apply(_Multiply, rows, *w.flat())
-    return y.view(*x.shape[:2], *size, -1).permute(0, 1, 4, 2, 3)
+    vertical, horizontal = g.padding
+    padded = F.pad(x, (horizontal, horizontal, vertical, vertical))
+    windows = padded.unfold(3, w.own.shape[3], g.stride[0]).unfold(4, w.own.shape[4], g.stride[1])
+    columns = windows.permute(0, 1, 3, 4, 2, 5, 6)  # (device, sample, h, w, channel, tap, tap)
+    y = _apply(_Multiply, columns.flatten(4).flatten(1, 3), *w.flat())
+    return y.view(*columns.shape[:4], -1).permute(0, 1, 4, 2, 3)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:

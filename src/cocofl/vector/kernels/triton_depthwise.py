@@ -9,7 +9,9 @@ from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 
-_TILE = 1024  # columns times channels that a program holds at a time
+_TILE = 2048  # positions times channels that a program holds at a time
+
+# Positions come first in a grid, images last: programs that run side by side read the same rows.
 
 
 @triton.jit
@@ -18,25 +20,23 @@ def _forward(
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    image = tl.program_id(0).to(tl.int64)
+    image = tl.program_id(2).to(tl.int64)
     d = image // samples
-    w = tl.program_id(1) * BP + tl.arange(0, BP)[:, None]
-    c = tl.program_id(2) * BC + tl.arange(0, BC)[None, :]
-    across = c < channels
-    for h in range(out_height):
-        total = tl.zeros((BP, BC), tl.float32)
-        for i in tl.static_range(3):
-            row = h * STRIDE_H + i - PAD_H
-            if (row >= 0) & (row < height):
-                begin = X + (image * height + row) * width * channels
-                for j in tl.static_range(3):
-                    column = w * STRIDE_W + j - PAD_W
-                    there = (column >= 0) & (column < width) & across
-                    x = tl.load(begin + column * channels + c, mask=there, other=0.0)
-                    tap = tl.load(W + (d * 9 + i * 3 + j) * channels + c, mask=across, other=0.0)
-                    total += x.to(tl.float32) * tap
-        at = ((image * out_height + h) * out_width + w) * channels + c
-        tl.store(Y + at, total, mask=(w < out_width) & across)
+    p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
+    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    h, w = p // out_width, p % out_width
+    inside = (p < out_height * out_width) & (c < channels)
+    total = tl.zeros((BP, BC), tl.float32)
+    begin = X + image * height * width * channels
+    for i in tl.static_range(3):
+        for j in tl.static_range(3):
+            row, column = h * STRIDE_H + i - PAD_H, w * STRIDE_W + j - PAD_W
+            there = inside & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            at = (row * width + column) * channels + c
+            x = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
+            tap = tl.load(W + (d * 9 + i * 3 + j) * channels + c, mask=c < channels, other=0.0)
+            total += x * tap
+    tl.store(Y + (image * out_height * out_width + p) * channels + c, total, mask=inside)
 
 
 @triton.jit
@@ -45,27 +45,25 @@ def _input(
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    image = tl.program_id(0).to(tl.int64)
+    image = tl.program_id(2).to(tl.int64)
     d = image // samples
-    w = tl.program_id(1) * BP + tl.arange(0, BP)[:, None]
-    c = tl.program_id(2) * BC + tl.arange(0, BC)[None, :]
-    across = c < channels
-    for h in range(height):
-        total = tl.zeros((BP, BC), tl.float32)
-        for i in tl.static_range(3):
-            down = h + PAD_H - i
-            row = down // STRIDE_H
-            if (down >= 0) & (down % STRIDE_H == 0) & (row < out_height):
-                begin = G + (image * out_height + row) * out_width * channels
-                for j in tl.static_range(3):
-                    right = w + PAD_W - j
-                    column = right // STRIDE_W
-                    there = (right >= 0) & (column < out_width) & (right % STRIDE_W == 0) & across
-                    g = tl.load(begin + column * channels + c, mask=there, other=0.0)
-                    tap = tl.load(W + (d * 9 + i * 3 + j) * channels + c, mask=across, other=0.0)
-                    total += g.to(tl.float32) * tap
-        at = ((image * height + h) * width + w) * channels + c
-        tl.store(GX + at, total, mask=(w < width) & across)
+    p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
+    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    h, w = p // width, p % width
+    inside = (p < height * width) & (c < channels)
+    total = tl.zeros((BP, BC), tl.float32)
+    begin = G + image * out_height * out_width * channels
+    for i in tl.static_range(3):
+        for j in tl.static_range(3):
+            down, right = h + PAD_H - i, w + PAD_W - j
+            row, column = down // STRIDE_H, right // STRIDE_W
+            there = inside & (down >= 0) & (right >= 0) & (row < out_height) & (column < out_width)
+            there = there & (down % STRIDE_H == 0) & (right % STRIDE_W == 0)
+            at = (row * out_width + column) * channels + c
+            g = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
+            tap = tl.load(W + (d * 9 + i * 3 + j) * channels + c, mask=c < channels, other=0.0)
+            total += g * tap
+    tl.store(GX + (image * height * width + p) * channels + c, total, mask=inside)
 
 
 @triton.jit
@@ -75,9 +73,9 @@ def _weight(
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Of one image and one row of taps; Triton has no arrays of tiles, so taps are by hand."""
-    image = tl.program_id(0).to(tl.int64)
+    image = tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
-    i = tl.program_id(2)
+    i = tl.program_id(0)
     across = c < channels
     left = tl.zeros((BP, BC), tl.float32)
     middle = tl.zeros((BP, BC), tl.float32)
@@ -118,13 +116,12 @@ def _walk(g: Geometry) -> dict[str, int]:
     }
 
 
-def _tile(columns: int, channels: int) -> tuple[int, int]:
-    """Columns and channels of a tile."""
-    down = min(triton.next_power_of_2(columns), 32)
-    across = min(_TILE // down, 128)
+def _tile(positions: int, channels: int) -> tuple[int, int]:
+    """Positions and channels of a tile."""
+    across = 64
     while across > 16 and triton.cdiv(channels, across) * across > 1.15 * channels:
         across //= 2
-    return down, across
+    return min(triton.next_power_of_2(positions), _TILE // across), across
 
 
 def _taps(w: Tensor) -> Tensor:
@@ -142,8 +139,8 @@ def depthwise(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
         )
     ]
     y = torch.empty(d, b, *sizes, channels, dtype=x.dtype, device=x.device)
-    down, across = _tile(sizes[1], channels)
-    grid = d * b, triton.cdiv(sizes[1], down), triton.cdiv(channels, across)
+    down, across = _tile(sizes[0] * sizes[1], channels)
+    grid = triton.cdiv(sizes[0] * sizes[1], down), triton.cdiv(channels, across), d * b
     _forward[grid](
         x, _taps(w), y, b, height, width, *sizes, channels, **_walk(geometry), BP=down, BC=across
     )
@@ -154,8 +151,8 @@ def depthwise_input(g: Tensor, w: Tensor, x: Tensor, geometry: Geometry) -> Tens
     """The gradient of ``x`` from that of the result."""
     d, b, channels, height, width = x.shape
     gx = torch.empty(d, b, height, width, channels, dtype=g.dtype, device=g.device)
-    down, across = _tile(width, channels)
-    grid = d * b, triton.cdiv(width, down), triton.cdiv(channels, across)
+    down, across = _tile(height * width, channels)
+    grid = triton.cdiv(height * width, down), triton.cdiv(channels, across), d * b
     _input[grid](
         g, _taps(w), gx, b, height, width, *g.shape[3:], channels, **_walk(geometry),
         BP=down, BC=across,
@@ -167,8 +164,9 @@ def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry) -> Ten
     """The gradient of the weight: a sum over each image, then over the images of a device."""
     d, b, channels, height, width = x.shape
     parts = torch.empty(d, b, 9, channels, device=g.device)
-    down, across = _tile(g.shape[4], channels)
-    _weight[d * b, triton.cdiv(channels, across), 3](
+    across = _tile(1, channels)[1]
+    down = min(triton.next_power_of_2(g.shape[4]), 32)
+    _weight[3, triton.cdiv(channels, across), d * b](
         g, x, parts, height, width, *g.shape[3:], channels, **_walk(geometry), BP=down, BC=across
     )
     return parts.sum(1).transpose(1, 2).reshape(w.shape)

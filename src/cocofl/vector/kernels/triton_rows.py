@@ -19,7 +19,8 @@ from cocofl.numerics import SIGNED_LEVELS, StackedGrid
 from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
 
 _TILE = 2048  # elements that a program holds at a time
-_TURNS = 16  # tiles that a program of a sum goes through
+_PROGRAMS = 2048  # enough of them to fill a large GPU
+_CHUNKS = 128  # partial sums per channel, at most
 
 
 def _blocks(n: int, channels: int) -> tuple[int, int]:
@@ -28,6 +29,13 @@ def _blocks(n: int, channels: int) -> tuple[int, int]:
     while across > 8 and triton.cdiv(channels, across) * across > 1.15 * channels:
         across //= 2
     return max(1, min(_TILE // across, triton.next_power_of_2(n))), across
+
+
+def _chunks(devices: int, n: int, down: int, wide: int) -> tuple[int, int]:
+    """How many tiles each program of a sum goes through, and how many programs there are."""
+    tiles = triton.cdiv(n, down)
+    turns = max(1, devices * wide * tiles // _PROGRAMS, triton.cdiv(tiles, _CHUNKS))
+    return turns, triton.cdiv(tiles, turns)
 
 
 @triton.jit
@@ -41,18 +49,15 @@ def _rounded(x, d, SCALE, PER_STEP, LOW, HIGH):
 
 
 @triton.jit
-def _largest(X, ROWS, OUT, n, channels, turns, BN: tl.constexpr, BC: tl.constexpr):
+def _largest(X, ROWS, OUT, size, channels, turns, BN: tl.constexpr):
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    rows = tl.load(ROWS + d)
-    best = tl.zeros((BN, BC), tl.float32)
+    valid = tl.load(ROWS + d) * channels  # rows follow one another, so the valid ones are a prefix
+    best = tl.zeros((BN,), tl.float32)
     for turn in range(turns):
-        r = (chunk * turns + turn) * BN + tl.arange(0, BN)[:, None]
-        for first in range(0, channels, BC):
-            c = first + tl.arange(0, BC)[None, :]
-            inside = (r < rows) & (r < n) & (c < channels)
-            x = tl.load(X + (d * n + r) * channels + c, mask=inside, other=0.0).to(tl.float32)
-            best = tl.maximum(best, tl.abs(x))
-    tl.store(OUT + d * tl.num_programs(1) + chunk, tl.max(tl.max(best, 1), 0))
+        i = (chunk * turns + turn) * BN + tl.arange(0, BN)
+        x = tl.load(X + d * size + i, mask=(i < valid) & (i < size), other=0.0).to(tl.float32)
+        best = tl.maximum(best, tl.abs(x))
+    tl.store(OUT + d * tl.num_programs(1) + chunk, tl.max(best, 0))
 
 
 def largest(x: Tensor, rows: Tensor | None) -> Tensor:
@@ -61,10 +66,9 @@ def largest(x: Tensor, rows: Tensor | None) -> Tensor:
     d, n, channels = x.shape
     if rows is None:
         rows = torch.full((d,), n, dtype=torch.int32, device=x.device)
-    down, across = _blocks(n, channels)
-    chunks = triton.cdiv(n, down * _TURNS)
+    turns, chunks = _chunks(d, n * channels, _TILE, 1)
     partial = torch.empty(d, chunks, device=x.device)
-    _largest[d, chunks](x, rows, partial, n, channels, _TURNS, BN=down, BC=across)
+    _largest[d, chunks](x, rows, partial, n * channels, channels, turns, BN=_TILE)
     return partial.amax(1) / SIGNED_LEVELS
 
 
@@ -103,25 +107,22 @@ def _coefficients(
     momentum, eps, n, channels, chunks, per_chunk,
     weight_stride, bias_stride, layer_stride, mean_stride, variance_stride,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LAYER_BIAS: tl.constexpr,
-    HAS_RUNNING: tl.constexpr, OWN_MOMENTUM: tl.constexpr, BC: tl.constexpr,
+    HAS_RUNNING: tl.constexpr, OWN_MOMENTUM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < channels
     rows = tl.minimum(tl.load(ROWS + d), n)
-    count = 0.0
-    mean = tl.zeros((BC,), tl.float32)
-    squares = tl.zeros((BC,), tl.float32)
-    for chunk in range(chunks):
-        at = (d * chunks + chunk) * channels + c
-        more = tl.minimum(tl.maximum(rows - chunk * per_chunk, 0), per_chunk).to(tl.float32)
-        total = tl.maximum(count + more, 1.0)
-        delta = tl.load(MEAN + at, mask=inside, other=0.0) - mean
-        squares += tl.load(SQUARES + at, mask=inside, other=0.0)
-        squares += delta * delta * (count * more / total)
-        mean += delta * (more / total)
-        count += more
-    count = tl.maximum(count, 1.0)
+    k = tl.arange(0, BK)[:, None]
+    at = (d * chunks + k) * channels + c[None, :]
+    there = (k < chunks) & inside[None, :]
+    own = tl.minimum(tl.maximum(rows - k * per_chunk, 0), per_chunk).to(tl.float32)
+    own = tl.where(k < chunks, own, 0.0)
+    count = tl.maximum(rows, 1).to(tl.float32)
+    means = tl.load(MEAN + at, mask=there, other=0.0)
+    mean = tl.sum(means * own, 0) / count
+    delta = means - mean[None, :]
+    squares = tl.sum(tl.load(SQUARES + at, mask=there, other=0.0) + delta * delta * own, 0)
     variance = squares / count
     rstd = tl.rsqrt(variance + eps)
     factor = rstd
@@ -163,24 +164,25 @@ def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
     y = y.contiguous()
     d, n, channels = y.shape
     down, across = _blocks(n, channels)
-    chunks, wide = triton.cdiv(n, down * _TURNS), triton.cdiv(channels, across)
+    wide = triton.cdiv(channels, across)
+    turns, chunks = _chunks(d, n, down, wide)
     mean = torch.empty(d, chunks, channels, device=y.device)
     squares = torch.empty_like(mean)
-    _moments[d, chunks, wide](y, rows, mean, squares, n, channels, _TURNS, BN=down, BC=across)
+    _moments[d, chunks, wide](y, rows, mean, squares, n, channels, turns, BN=down, BC=across)
     out = Coefficients(*(torch.empty(d, channels, device=y.device) for _ in range(4)))
     own_momentum = isinstance(norm.momentum, Tensor)
     frozen_factor = norm.frozen_factor.expand(d, channels).contiguous()
     frozen_offset = norm.frozen_offset.expand(d, channels).contiguous()
-    _coefficients[d, triton.cdiv(channels, 128)](
+    _coefficients[d, triton.cdiv(channels, 32)](
         mean, squares, rows, norm.weight, norm.bias, norm.layer_bias,
         norm.running_mean, norm.running_variance, norm.momentum if own_momentum else None,
         norm.with_batch, norm.tracks, frozen_factor, frozen_offset,
         *out, 0.0 if own_momentum else norm.momentum, norm.eps, n, channels, chunks,
-        down * _TURNS, _stride(norm.weight), _stride(norm.bias), _stride(norm.layer_bias),
+        down * turns, _stride(norm.weight), _stride(norm.bias), _stride(norm.layer_bias),
         _stride(norm.running_mean), _stride(norm.running_variance),
         HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
         HAS_LAYER_BIAS=norm.layer_bias is not None, HAS_RUNNING=norm.running_mean is not None,
-        OWN_MOMENTUM=own_momentum, BC=128,
+        OWN_MOMENTUM=own_momentum, BC=32, BK=triton.next_power_of_2(chunks),
     )  # fmt: skip
     return out
 
@@ -303,17 +305,16 @@ def _back_sums(
 @triton.jit
 def _back_coefficients(
     SUM_G, SUM_GY, FACTOR, RSTD, WITH_BATCH, ROWS, SHIFT, SLOPE, WEIGHT, BIAS, n, channels, chunks,
-    BC: tl.constexpr,
+    BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < channels
-    sum_g = tl.zeros((BC,), tl.float32)
-    sum_gy = tl.zeros((BC,), tl.float32)
-    for chunk in range(chunks):
-        at = (d * chunks + chunk) * channels + c
-        sum_g += tl.load(SUM_G + at, mask=inside, other=0.0)
-        sum_gy += tl.load(SUM_GY + at, mask=inside, other=0.0)
+    k = tl.arange(0, BK)[:, None]
+    at = (d * chunks + k) * channels + c[None, :]
+    there = (k < chunks) & inside[None, :]
+    sum_g = tl.sum(tl.load(SUM_G + at, mask=there, other=0.0), 0)
+    sum_gy = tl.sum(tl.load(SUM_GY + at, mask=there, other=0.0), 0)
     at = d * channels + c
     count = tl.maximum(tl.minimum(tl.load(ROWS + d), n), 1).to(tl.float32)
     factor = tl.load(FACTOR + at, mask=inside, other=0.0)
@@ -396,16 +397,16 @@ def back(
         )  # fmt: skip
         return out, Backward(out, None, None)
     assert c is not None
-    chunks = triton.cdiv(n, down * _TURNS)
+    turns, chunks = _chunks(d, n, down, wide)
     sums = [torch.empty(d, chunks, channels, device=g.device) for _ in range(2)]
     _back_sums[d, chunks, wide](
         g, z, y, c.mean, c.factor, c.offset, rows, activation.cap, *_grid(grid), *_grid(z_grid),
-        *sums, n, channels, _TURNS, **flags,
+        *sums, n, channels, turns, **flags,
     )  # fmt: skip
     shift, slope, weight, bias = (torch.empty(d, channels, device=g.device) for _ in range(4))
-    _back_coefficients[d, triton.cdiv(channels, 128)](
+    _back_coefficients[d, triton.cdiv(channels, 32)](
         *sums, c.factor, c.rstd, norm.with_batch, rows, shift, slope, weight, bias,
-        n, channels, chunks, BC=128,
+        n, channels, chunks, BC=32, BK=triton.next_power_of_2(chunks),
     )  # fmt: skip
     out = torch.empty_like(g)
     shared = torch.empty_like(g) if share else g

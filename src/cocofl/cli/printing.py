@@ -1,0 +1,31 @@
+"""How the command line prints: tables and JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def right(name: str) -> Column:
+    """A column of numbers."""
+    return Column(name, justify="right")
+
+
+def print_table(table: Table) -> None:
+    """Print a table as wide as it needs to be."""
+    console = Console()
+    # A pipe has no width; rich would cut the columns to 80 characters.
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(table)
+
+
+def print_json(value: Any) -> None:
+    """Print data for other programs."""
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,128 @@
+"""Several strategies and seeds side by side, each with a learning rate chosen in the same way."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cocofl.config import Experiment
+from cocofl.engine.executor import Executor
+from cocofl.engine.rounds import Watcher
+from cocofl.experiment import CENTRAL_SPEEDUP, Run, make_executor, simulate
+
+# A seed that no comparison reports: what was chosen on it was not seen before.
+TUNING_SEED = 1_000_003
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy on a split: mean and standard deviation over seeds."""
+
+    split: str
+    strategy: str
+    lr: float
+    accuracy: tuple[float, float]
+    groups: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came out."""
+
+    path: Path
+    rows: tuple[Row, ...]
+    seeds: int
+    lr_grid: tuple[float, ...]
+    tables: dict[str, str]
+
+    @property
+    def splits(self) -> list[str]:
+        """In the order in which they were run."""
+        return list(dict.fromkeys(row.split for row in self.rows))
+
+    @property
+    def groups(self) -> list[str]:
+        """The device groups."""
+        return list(self.rows[0].groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "path": str(self.path)}
+
+
+def compare(
+    experiment: Experiment,
+    *,
+    strategies: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+    splits: Sequence[str] | None = None,
+    lr_grid: Sequence[float] | None = None,
+    resume: bool = False,
+    executor: Executor | None = None,
+    watchers: Sequence[Watcher] = (),
+    announce: Callable[[str, int], None] = lambda _name, _rounds: None,
+) -> Comparison:
+    """Run every strategy with every seed on every split; runs go to folders below ``out``.
+
+    With an ``lr_grid`` each strategy first runs once per learning rate, on the first split and a
+    seed of its own, and keeps the best; without one all use the experiment's.
+    """
+    own = executor or make_executor(experiment)
+
+    def play(one: Experiment, path: Path) -> Run:
+        central = CENTRAL_SPEEDUP if one.strategy.name == "centralized" else 1
+        announce(f"{path.relative_to(out)}", one.rounds // central)
+        return simulate(one, out=path, resume=resume, executor=own, watchers=watchers)
+
+    def best_rate(base: Experiment, folder: Path) -> float:
+        tried = {
+            rate: play(
+                base.changed({"training.lr": rate, "seed": TUNING_SEED}), folder / f"lr{rate:g}"
+            ).final["accuracy"]
+            for rate in lr_grid or ()
+        }
+        return max(tried, key=lambda rate: tried[rate]) if tried else base.training.lr
+
+    rows: list[Row] = []
+    rates: dict[str, float] = {}
+    tables: dict[str, str] = {}
+    try:
+        for split in splits or [experiment.data.split]:
+            for strategy in strategies:
+                name = strategy.replace(":", ".")
+                ours = strategy == experiment.strategy.name
+                options = experiment.strategy.options if ours else {}
+                base = experiment.changed({"data.split": split}).with_strategy(strategy, **options)
+                if strategy not in rates:
+                    rates[strategy] = best_rate(base, out / "tuning" / name)
+                lr = rates[strategy]
+                runs = [
+                    play(
+                        base.changed({"training.lr": lr, "seed": seed}),
+                        out / split / name / f"seed{seed}",
+                    )
+                    for seed in seeds
+                ]
+                rows.append(_row(split, strategy, lr, runs))
+                tables[strategy] = "; ".join(runs[0].folder.about["tables"].values())
+    finally:
+        if executor is None:
+            own.close()
+    return Comparison(out, tuple(rows), len(seeds), tuple(lr_grid or ()), tables)
+
+
+def _row(split: str, strategy: str, lr: float, runs: Sequence[Run]) -> Row:
+    finals = [run.final for run in runs]
+    groups = {
+        group: _mean_std([final["group_accuracy"][group] for final in finals])
+        for group in finals[0]["group_accuracy"]
+    }
+    return Row(split, strategy, lr, _mean_std([f["accuracy"] for f in finals]), groups)
+
+
+def _mean_std(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0

@@ -1,0 +1,390 @@
+"""An experiment as people write it: strict TOML, and the same as Python values.
+
+Every key has a default; together the defaults are the quick start. An unknown key, a value of the
+wrong type or out of range is an error that names the key and what is expected.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from cocofl.errors import InvalidExperiment
+from cocofl.fl.batches import LAST_BATCH
+from cocofl.fl.local import STATISTICS
+from cocofl.freeze import BACKENDS
+from cocofl.named import nearest
+
+ENGINES = ("auto", "serial", "cohort", "flower")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network: a registry name or ``package.module:factory``."""
+
+    name: str = "resnet10-digits"
+    init: str = ""
+    """A safetensors file with weights to begin with; empty for fresh ones."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the factory."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data set, a registry name or ``package.module:function``, and who holds which part."""
+
+    name: str = "digits"
+    dir: str = ""
+    preset: str = "standard"
+    split: str = "rc"
+    alpha: float = 0.1
+    equal: bool = True
+
+    def __post_init__(self) -> None:
+        _check("data.alpha", self.alpha, above=0)
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """How many devices there are, how many train per round, and what they have.
+
+    ``groups`` is ``"paper"`` (strong, medium and weak thirds), ``"limited:0.25"`` (10 % strong,
+    90 % limited to that) or a list of tables with name, share, time, memory, upload or trace.
+    """
+
+    count: int = 30
+    per_round: int = 10
+    groups: Any = "paper"
+
+    def __post_init__(self) -> None:
+        _check("devices.count", self.count, least=1)
+        _check("devices.per_round", self.per_round, least=1)
+        if self.per_round > self.count:
+            raise InvalidExperiment(
+                f"devices.per_round is {self.per_round}, but devices.count is {self.count}"
+            )
+
+
+@dataclass(frozen=True)
+class StrategySettings:
+    """The strategy by name (or ``package.module:function``), and its own options."""
+
+    name: str = "cocofl"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Local training, and the learning rate over the rounds."""
+
+    epochs: int = 1
+    batch: int = 32
+    last_batch: str = "keep"
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.001
+    decay_rounds: tuple[int, ...] = ()
+    decay_factor: float = 0.1
+    clip: float = math.inf
+    loss: str = "cross_entropy"
+
+    def __post_init__(self) -> None:
+        _check("training.epochs", self.epochs, least=1)
+        _check("training.batch", self.batch, least=1)
+        _check("training.lr", self.lr, above=0)
+        _check("training.momentum", self.momentum, least=0, below=1)
+        _check("training.weight_decay", self.weight_decay, least=0)
+        _check("training.decay_factor", self.decay_factor, above=0)
+        _check("training.clip", self.clip, above=0, finite=False)
+        _check_choice("training.last_batch", self.last_batch, LAST_BATCH)
+        for value in self.decay_rounds:
+            _check("training.decay_rounds", value, least=1)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """When and how the server tests its model."""
+
+    every: int = 5
+    batch: int = 256
+    statistics: str = "running"
+    """BatchNorm's: those that training left (``running``), or those of each test ``batch``."""
+
+    def __post_init__(self) -> None:
+        _check("evaluation.every", self.every, least=1)
+        _check("evaluation.batch", self.batch, least=1)
+        _check_choice("evaluation.statistics", self.statistics, STATISTICS)
+
+
+@dataclass(frozen=True)
+class FaultSettings:
+    """What goes wrong on purpose."""
+
+    jitter: float = 0.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("faults.jitter", self.jitter, least=0)
+        _check("faults.dropout", self.dropout, least=0, most=1)
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """What configurations cost: a file, ``measured:<cpu>-<model>``, ``analytic`` or ``auto``.
+
+    ``auto`` takes the table measured for the model that ships with the package, else ``analytic``.
+    """
+
+    spans: str = "auto"
+    widths: str = "auto"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What executes the rounds; none of this changes results, but for ``kernels``."""
+
+    kind: str = "auto"
+    workers: int = 0
+    """Processes that train devices side by side; 0 for one per core."""
+    kernels: str = "auto"
+    checkpoint_every: int = 10
+
+    def __post_init__(self) -> None:
+        _check_choice("engine.kind", self.kind, ENGINES)
+        _check("engine.workers", self.workers, least=0)
+        _check_choice("engine.kernels", self.kernels, BACKENDS)
+        _check("engine.checkpoint_every", self.checkpoint_every, least=1)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run. Defaults are the quick start on real digits.
+
+    >>> Experiment.parse({"rounds": 3, "training": {"lr": 0.05}}).training.lr
+    0.05
+    """
+
+    name: str = "quickstart"
+    seed: int = 0
+    rounds: int = 60
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    devices: DeviceSettings = field(default_factory=DeviceSettings)
+    strategy: StrategySettings = field(default_factory=StrategySettings)
+    training: Training = field(default_factory=Training)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    faults: FaultSettings = field(default_factory=FaultSettings)
+    tables: TableSettings = field(default_factory=TableSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+
+    def __post_init__(self) -> None:
+        _check("rounds", self.rounds, least=1)
+        _check("seed", self.seed, least=0)
+
+    @classmethod
+    def parse(cls, content: Mapping[str, Any]) -> Experiment:
+        """From nested dicts, as a TOML file gives them."""
+        return _build(cls, content, "")  # type: ignore[no-any-return]
+
+    @classmethod
+    def load(cls, path: str | Path, changes: Mapping[str, Any] | None = None) -> Experiment:
+        """From a TOML file; ``changes`` maps dotted keys to values that replace the file's.
+
+        Paths in the file are relative to it.
+        """
+        path = Path(path)
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidExperiment(f"cannot read {path}: {error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InvalidExperiment(f"{path} is not TOML: {error}") from error
+        _make_absolute(content, path.absolute().parent)
+        return cls.parse(_changed(content, changes or {}))
+
+    def changed(self, changes: Mapping[str, Any]) -> Experiment:
+        """The same with other values at dotted keys.
+
+        >>> Experiment().changed({"strategy.name": "fedavg", "training.lr": 0.3}).training.lr
+        0.3
+        """
+        return Experiment.parse(_changed(self.to_dict(), changes))
+
+    def with_strategy(self, name: str, **options: Any) -> Experiment:
+        """The same with another strategy."""
+        return replace(self, strategy=StrategySettings(name, options))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dicts of everything, defaults included."""
+        content: dict[str, Any] = _to_dict(self)
+        return content
+
+    def to_toml(self) -> str:
+        """The experiment as a file that gives the same experiment again."""
+        return _toml(self.to_dict())
+
+
+def parse_value(text: str) -> Any:
+    """A value as in TOML, or the text itself where it is none.
+
+    >>> parse_value("0.1"), parse_value("[600, 800]"), parse_value("fedavg"), parse_value("true")
+    (0.1, [600, 800], 'fedavg', True)
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+# --- checking ------------------------------------------------------------------------------------
+
+
+def _check(
+    key: str,
+    value: float,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+    finite: bool = True,
+) -> None:
+    good = least <= value <= most and above < value and (value < below or not finite)
+    if math.isnan(value) or not good:
+        limits = [
+            f"{word} {limit:g}"
+            for word, limit in (
+                ("at least", least),
+                ("above", above),
+                ("at most", most),
+                ("below", below),
+            )
+            if math.isfinite(limit)
+        ]
+        raise InvalidExperiment(f"{key} is {value}; expected a number {' and '.join(limits)}")
+
+
+def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidExperiment(
+            f"{key} is {value!r}{nearest(value, choices)}; expected one of {', '.join(choices)}"
+        )
+
+
+# --- dicts to dataclasses ------------------------------------------------------------------------
+
+
+def _build(cls: type[Any], content: Any, prefix: str) -> Any:
+    if not isinstance(content, Mapping):
+        raise InvalidExperiment(f"{prefix.rstrip('.')} is {content!r}; expected a table")
+    if cls is StrategySettings:
+        # Options of a strategy stand beside its name.
+        options = {key: value for key, value in content.items() if key not in ("name", "options")}
+        content = {
+            **{key: content[key] for key in ("name",) if key in content},
+            "options": {**content.get("options", {}), **options},
+        }
+    types_of = get_type_hints(cls)
+    known = {f.name for f in fields(cls)}
+    for key in content:
+        if key not in known:
+            raise InvalidExperiment(
+                f"unknown key {prefix}{key}{nearest(key, known)}; expected one of "
+                f"{', '.join(sorted(known))}"
+            )
+    values = {key: _value(types_of[key], value, f"{prefix}{key}") for key, value in content.items()}
+    return cls(**values)
+
+
+def _value(wanted: Any, value: Any, key: str) -> Any:
+    if is_dataclass(wanted):
+        return _build(wanted, value, f"{key}.")  # type: ignore[arg-type]
+    if wanted is Any:
+        return value
+    if get_origin(wanted) in (Union, types.UnionType):
+        wanted = next(kind for kind in get_args(wanted) if kind is not type(None))
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if get_origin(wanted) is tuple and isinstance(value, list | tuple):
+        return tuple(_value(get_args(wanted)[0], item, key) for item in value)
+    plain = get_origin(wanted) or wanted
+    if not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
+        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        expected = names.get(plain, {tuple: "a list", dict: "a table"}.get(plain, str(plain)))
+        raise InvalidExperiment(f"{key} is {value!r}; expected {expected}")
+    return value
+
+
+def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in content.items()
+    }
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        place = result
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise InvalidExperiment(f"{path}: {section} is a value, not a table")
+        place[key] = value
+    return result
+
+
+def _make_absolute(content: dict[str, Any], folder: Path) -> None:
+    """Let paths that the file names be those relative to the file."""
+    paths = (("model", "init"), ("data", "dir"), ("tables", "spans"), ("tables", "widths"))
+    for section, key in paths:
+        table = content.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(value, str) and (folder / value).exists() and value:
+            table[key] = str(folder / value)  # type: ignore[index]
+    devices = content.get("devices")
+    groups = devices.get("groups") if isinstance(devices, dict) else None
+    for group in groups if isinstance(groups, list) else []:
+        if isinstance(group, dict) and isinstance(group.get("trace"), str):
+            group["trace"] = str(folder / group["trace"])
+
+
+# --- dataclasses to TOML -------------------------------------------------------------------------
+
+
+def _to_dict(value: Any) -> Any:
+    if isinstance(value, StrategySettings):
+        return {"name": value.name, **value.options}
+    if is_dataclass(value):
+        return {f.name: _to_dict(getattr(value, f.name)) for f in fields(value)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _toml(content: Mapping[str, Any]) -> str:
+    plain = {key: value for key, value in content.items() if not isinstance(value, Mapping)}
+    lines = [f"{key} = {_toml_value(value)}" for key, value in plain.items()]
+    for section, table in content.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{section}]"]
+            lines += [f"{key} = {_toml_value(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return "inf" if value == math.inf else repr(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, Mapping):
+        pairs = (f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    raise InvalidExperiment(f"{value!r} cannot be written as TOML")

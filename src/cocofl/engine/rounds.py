@@ -1,0 +1,255 @@
+"""The round loop: ask devices, train them, merge, evaluate, write down; and resume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cocofl.engine.executor import Executor
+from cocofl.errors import NoFeasibleSpan
+from cocofl.fl.batches import Ints, chunks
+from cocofl.fl.evaluation import metrics
+from cocofl.fl.faults import Faults
+from cocofl.fl.federation import Federation
+from cocofl.fl.local import Materials, Task, Workshop
+from cocofl.fl.merge import Contribution, State, merge_nested
+from cocofl.fl.strategies import Plan, Strategy
+from cocofl.freeze import KernelPlan
+from cocofl.rng import stream
+from cocofl.runlog import PLAN, Record, RunFolder
+
+STATUSES = ("merged", "late", "lost", "rejected", "infeasible")
+# How many devices are asked before a run in which nobody can train is called off.
+_ASKED_AT_MOST = 1000
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over rounds: divided by a factor at some of them."""
+
+    lr: float = 0.1
+    decay_rounds: tuple[int, ...] = ()
+    decay_factor: float = 0.1
+
+    def at(self, round_index: int) -> float:
+        """The learning rate of a round.
+
+        >>> [Schedule(1.0, (2,), 0.5).at(r) for r in range(4)]
+        [1.0, 1.0, 0.5, 0.5]
+        """
+        passed = sum(round_index >= decay for decay in self.decay_rounds)
+        return self.lr * self.decay_factor**passed
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """When and how the server tests its model, and whose classes weigh how much."""
+
+    every: int
+    batch: int
+    statistics: str
+    group_names: tuple[str, ...]
+    group_densities: NDArray[Any]
+    device_densities: NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Everything a run needs, put together."""
+
+    strategy: Strategy
+    federation: Federation
+    materials: Materials
+    initial: State
+    rounds: int
+    seed: int
+    schedule: Schedule
+    faults: Faults
+    evaluation: Evaluation
+    deadline_s: float
+    checkpoint_every: int = 10
+
+
+class Watcher(Protocol):
+    """Is told of every round: progress bars, trackers. It cannot change what happens."""
+
+    def on_round(self, record: Record) -> None:
+        """A round has been written down."""
+
+    def on_end(self) -> None:
+        """The run is complete."""
+
+
+class _Asked(NamedTuple):
+    device: int
+    plan: Plan | None
+    fate: str
+    time: float
+
+
+def run(
+    job: Job,
+    executor: Executor,
+    folder: RunFolder,
+    plan: KernelPlan,
+    watchers: Sequence[Watcher] = (),
+) -> State:
+    """Play all rounds that the folder does not have yet; the state after the last one."""
+    if folder.is_complete:
+        return folder.model()
+    _refuse_if_nobody_can_train(job)
+    done, state = folder.rewind() or (0, job.initial)
+    plan_path = folder.path / PLAN
+    if plan_path.exists():
+        plan = KernelPlan.load(plan_path)
+    executor.prepare(job.materials, plan)
+    if not plan_path.exists():
+        if job.strategy.integers and job.materials.backend == "auto":
+            plan = executor.resolve_plan(state)
+        plan.save(plan_path)
+    workshop = Workshop(job.materials)  # to know where narrower networks lie in the full one
+    for round_index in range(done, job.rounds):
+        state, record, timing = play_round(job, executor, workshop, state, round_index)
+        folder.append(record, timing)
+        finished = round_index + 1
+        if finished % job.checkpoint_every == 0 and finished < job.rounds:
+            folder.save_checkpoint(finished, state)
+        for watcher in watchers:
+            watcher.on_round(record)
+    folder.save_model(state, job.rounds)
+    for watcher in watchers:
+        watcher.on_end()
+    return state
+
+
+def play_round(
+    job: Job, executor: Executor, workshop: Workshop, state: State, round_index: int
+) -> tuple[State, Record, Record]:
+    """One round: the new state, what is to be known of it, and how long its parts took."""
+    begin = time.perf_counter()
+    asked = _ask(job, round_index)
+    training = [one for one in asked if one.fate == "merged"]
+    tasks = [_task(job, one.device, one.plan, round_index) for one in training]
+    fates = {one.device: one.fate for one in asked}
+    losses: list[float] = []
+    bytes_up = 0
+
+    def accepted() -> Iterator[Contribution]:
+        nonlocal bytes_up
+        for task, sent in zip(tasks, executor.train(tasks, state), strict=True):
+            bytes_up += sent.nbytes
+            if not sent.is_finite:
+                fates[task.device] = "rejected"
+                continue
+            losses.append(sent.loss)
+            yield sent
+
+    merged = job.strategy.merge(state, accepted(), workshop.places)
+    trained = time.perf_counter()
+    record: Record = {
+        "round": round_index + 1,
+        "lr": job.schedule.at(round_index),
+        "simulated_s": round(_duration(asked) * job.deadline_s, 6),
+        "bytes_up": bytes_up,
+        "loss": round(float(np.mean(losses)), 6) if losses else None,
+        **{status: sum(fate == status for fate in fates.values()) for status in STATUSES},
+        "devices": [
+            [
+                one.device,
+                job.federation.group_name(one.device),
+                str(one.plan.work) if one.plan else None,
+                fates[one.device],
+            ]
+            for one in asked
+        ],
+    }
+    if (round_index + 1) % job.evaluation.every == 0 or round_index + 1 == job.rounds:
+        used = [task for task in tasks if fates[task.device] == "merged"]
+        merged = _with_statistics(job, executor, workshop, merged, used)
+        record |= evaluate(job, executor, merged)
+    end = time.perf_counter()
+    timing = {
+        "round": round_index + 1,
+        "train_s": round(trained - begin, 4),
+        "evaluate_s": round(end - trained, 4),
+    }
+    return merged, record, timing
+
+
+def evaluate(job: Job, executor: Executor, state: State) -> Record:
+    """Test the server's model."""
+    settings = job.evaluation
+    # Shuffled once and for all: where statistics are those of the batch, a batch must be mixed.
+    order = stream(0, "evaluation").permutation(len(job.materials.test))
+    parts: list[Ints] = [order[part] for part in chunks(len(order), settings.batch)]
+    confusion = executor.confusion(state, parts, settings.statistics)
+    return metrics(
+        confusion,
+        list(settings.group_names),
+        settings.group_densities,
+        settings.device_densities,
+    )
+
+
+def _with_statistics(
+    job: Job, executor: Executor, workshop: Workshop, state: State, tasks: Sequence[Task]
+) -> State:
+    """The state with norm statistics where the strategy's devices do not send them."""
+    if job.strategy.tracks_statistics or job.evaluation.statistics != "running" or not tasks:
+        return state
+    return merge_nested(state, executor.statistics(tasks, state), workshop.places)
+
+
+def _ask(job: Job, round_index: int) -> list[_Asked]:
+    """Who is asked this round, and what comes of it before anything is trained, by device.
+
+    An update that comes late or gets lost is never looked at, so it is not computed either.
+    """
+    federation, strategy = job.federation, job.strategy
+    plans = (
+        (device, strategy.plan(federation.situation(device, round_index)))
+        for device in federation.in_random_order(round_index)
+    )
+    if strategy.only_able:
+        plans = ((device, plan) for device, plan in plans if plan is not None)
+    asked = []
+    for device, plan in sorted(islice(plans, federation.per_round), key=lambda pair: pair[0]):
+        if plan is None:
+            asked.append(_Asked(device, None, "infeasible", 0.0))
+            continue
+        fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
+        asked.append(_Asked(device, plan, fate, duration))
+    return asked
+
+
+def _task(job: Job, device: int, plan: Plan | None, round_index: int) -> Task:
+    assert plan is not None
+    indices = job.federation.partition[device]
+    lr = job.schedule.at(round_index)
+    return Task(job.seed, round_index, device, indices, plan.work, lr)
+
+
+def _duration(asked: Sequence[_Asked]) -> float:
+    """How long the server waits, in parts of the deadline: until the last update it expects."""
+    if any(one.fate in ("late", "lost") for one in asked):
+        return 1.0
+    return max((one.time for one in asked), default=0.0)
+
+
+def _refuse_if_nobody_can_train(job: Job) -> None:
+    federation = job.federation
+    for device in islice(federation.in_random_order(0), _ASKED_AT_MOST):
+        if job.strategy.plan(federation.situation(device, 0)) is not None:
+            return
+    budget = federation.situation(next(federation.in_random_order(0)), 0).budget
+    raise NoFeasibleSpan(
+        f"no device can train anything: of {min(len(federation.devices), _ASKED_AT_MOST)} asked, "
+        f"none has a configuration that fits, and one of them has {budget}. Raise the budgets of "
+        "the groups, or use another profile table"
+    )

@@ -1,0 +1,102 @@
+"""A worker process: one thread, one workshop, one pipe to the process that gives it tasks.
+
+It is started as ``python -m cocofl.engine.worker READ_FD WRITE_FD`` rather than by
+``multiprocessing``, which would run the user's own script a second time, and which cannot give
+workers an environment of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from cocofl.engine import wire
+from cocofl.errors import CocoflError
+from cocofl.fl.local import Materials, Workshop
+from cocofl.fl.merge import State
+from cocofl.freeze import KernelPlan
+
+
+class Worker:
+    """Answers one request after the other."""
+
+    def __init__(self) -> None:
+        self._workshop: Workshop | None = None
+        self._state: State = {}
+
+    def path(self, path: list[str]) -> None:
+        """Find modules where the parent finds them: the user's own functions live there."""
+        sys.path[:] = path
+
+    def prepare(self, materials: Materials, choices: dict[str, str]) -> None:
+        """Make a workshop for an experiment; the last one's will do if it is the same."""
+        last = self._workshop
+        if last is None or not last.materials.same_as(materials):
+            self._workshop = Workshop(materials, KernelPlan(choices))
+        elif last.plan.choices != choices:
+            last.plan = KernelPlan(choices)
+
+    def state(self, packed: wire.Packed) -> None:
+        """Keep the server's state for the requests that follow."""
+        self._state = wire.unpack(packed)
+
+    def resolve_plan(self) -> dict[str, str]:
+        """Choose kernels under the conditions that devices train in."""
+        assert self._workshop is not None
+        self._workshop.resolve_plan(self._state)
+        return self._workshop.plan.choices
+
+    def train(self, task: Any) -> Any:
+        """Train a device."""
+        assert self._workshop is not None
+        return wire.pack_contribution(self._workshop.train(task, self._state))
+
+    def statistics(self, task: Any) -> Any:
+        """Measure norm statistics on a device's data."""
+        assert self._workshop is not None
+        return wire.pack_contribution(self._workshop.statistics(task, self._state))
+
+    def confusion(self, chunks: Any, statistics: str) -> Any:
+        """Test the server's model on some of the test data."""
+        assert self._workshop is not None
+        return self._workshop.confusion(self._state, chunks, statistics)
+
+
+def serve(requests: Connection, replies: Connection) -> None:
+    """Answer until the other side goes away."""
+    worker = Worker()
+    while True:
+        try:
+            name, arguments = requests.recv()
+        except EOFError:
+            return
+        if name == "state":  # nobody waits for an answer to this
+            worker.state(*arguments)
+            continue
+        try:
+            method: Callable[..., Any] = getattr(worker, name)
+            reply = ("done", method(*arguments))
+        except CocoflError as error:
+            reply = ("mistake", (type(error).__name__, str(error)))
+        except Exception:
+            reply = ("failed", traceback.format_exc())
+        try:
+            replies.send(reply)
+        except BrokenPipeError:
+            return
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # What is printed here must not mix with the parent's output.
+    os.dup2(2, 1)
+    serve(
+        Connection(int(sys.argv[1]), writable=False),
+        Connection(int(sys.argv[2]), readable=False),
+    )

@@ -1,0 +1,203 @@
+"""Training devices side by side: one thread each, in worker processes that share the data.
+
+Data sets are memory-mapped, so all workers read one copy. A device's result depends on its task
+and the server's state only, and results are handed on in the order of the tasks: the number of
+workers changes how long a round takes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cocofl import errors
+from cocofl.engine import wire
+from cocofl.fl.batches import Ints
+from cocofl.fl.local import Materials, Task
+from cocofl.fl.merge import Contribution, State
+from cocofl.freeze import KernelPlan
+
+# One thread per worker. Memory that a step frees is kept for the next one: under glibc's defaults
+# large tensors come fresh from the kernel every time, and a step of MobileNet spends a fifth of
+# its time in page faults. Compiled oneDNN kernels are kept for as many shapes as a run may have.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+    "MALLOC_TOP_PAD_": str(2**26),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",
+}
+
+
+# A small model's state fits, so that writing it does not wait for the reader.
+PIPE_BYTES = 2**20
+
+
+def default_workers() -> int:
+    """As many as this process has cores."""
+    return len(os.sched_getaffinity(0))
+
+
+class WorkerFailed(RuntimeError):
+    """A worker broke down; its own account is in the message."""
+
+
+class _Channel:
+    """One worker process and the pipes to it."""
+
+    def __init__(self) -> None:
+        their_requests, our_requests = os.pipe()
+        our_replies, their_replies = os.pipe()
+        theirs = (their_requests, their_replies)
+        for fd in theirs:
+            with suppress(OSError):  # beyond the system's limit for a user's pipes
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cocofl.engine.worker", *map(str, theirs)],
+            pass_fds=theirs,
+            env=os.environ | ENVIRONMENT,
+        )
+        for fd in theirs:
+            os.close(fd)
+        self._requests = Connection(our_requests, readable=False)
+        self.replies = Connection(our_replies, writable=False)
+
+    def ask(self, name: str, *arguments: Any) -> None:
+        """Send a request; its answer is read by :meth:`answer`."""
+        try:
+            self._requests.send((name, arguments))
+        except BrokenPipeError as error:
+            raise self._gone() from error
+
+    def answer(self) -> Any:
+        """Wait for the answer to the oldest request."""
+        try:
+            kind, content = self.replies.recv()
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        if kind == "mistake":
+            name, message = content
+            raise getattr(errors, name, errors.CocoflError)(message)
+        if kind == "failed":
+            raise WorkerFailed(content)
+        return content
+
+    def close(self) -> None:
+        """End the worker."""
+        self._requests.close()
+        self.replies.close()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _gone(self) -> WorkerFailed:
+        code = self.process.wait()
+        return WorkerFailed(
+            f"a worker process ended with exit code {code}"
+            + (" (killed: out of memory?)" if code == -9 else "")
+            + "; nothing is lost, --resume continues the run"
+        )
+
+
+class Workers:
+    """An executor of several processes, which can serve one experiment after the other."""
+
+    def __init__(self, count: int | None = None) -> None:
+        # Merging with several threads would take the cores from the workers, the longer as
+        # OpenMP's threads spin for a while when they have nothing left to do.
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._channels = [_Channel() for _ in range(count or default_workers())]
+        self._all("path", sys.path)
+
+    def prepare(self, materials: Materials, plan: KernelPlan) -> None:
+        """Each worker makes a workshop."""
+        self._all("prepare", materials, plan.choices)
+        self._materials = materials
+
+    def resolve_plan(self, state: State) -> KernelPlan:
+        """One worker measures while the others wait; then all obey."""
+        self._share(state)
+        self._channels[0].ask("resolve_plan")
+        plan = KernelPlan(self._channels[0].answer(), fixed=True)
+        self.prepare(self._materials, plan)
+        return plan
+
+    def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
+        """Whoever is free takes the next device."""
+        self._share(state)
+        return map(wire.unpack_contribution, self._scatter("train", [(task,) for task in tasks]))
+
+    def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
+        """Whoever is free takes the next device."""
+        self._share(state)
+        requests = [(task,) for task in tasks]
+        return map(wire.unpack_contribution, self._scatter("statistics", requests))
+
+    def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
+        """Each worker tests on its part; counts are whole numbers, so their order is no matter."""
+        self._share(state)
+        parts = [list(chunks[i :: len(self._channels)]) for i in range(len(self._channels))]
+        requests = [(part, statistics) for part in parts if part]
+        total: NDArray[np.int64] = sum(self._scatter("confusion", requests))
+        return total
+
+    def close(self) -> None:
+        """End all workers."""
+        for channel in self._channels:
+            channel.close()
+        torch.set_num_threads(self._threads)
+
+    def _share(self, state: State) -> None:
+        packed = wire.pack(state)
+        self._each(lambda channel: channel.ask("state", packed))  # tasks follow at once
+
+    def _all(self, name: str, *arguments: Any) -> None:
+        self._each(lambda channel: channel.ask(name, *arguments))
+        self._each(_Channel.answer)
+
+    def _each(self, do: Callable[[_Channel], Any]) -> None:
+        for channel in self._channels:
+            do(channel)
+
+    def _scatter(self, name: str, requests: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        """The answers in the order of the requests.
+
+        A worker gets its next request before it has answered the last, so that it never waits for
+        this process; but not the last few, which go to whoever is free.
+        """
+        waiting = deque(enumerate(requests))
+        asked: dict[Any, deque[tuple[_Channel, int]]] = {c.replies: deque() for c in self._channels}
+        answers: dict[int, Any] = {}
+
+        def give(channel: _Channel) -> None:
+            index, arguments = waiting.popleft()
+            channel.ask(name, *arguments)
+            asked[channel.replies].append((channel, index))
+
+        for _ in range(2):
+            for channel in self._channels:
+                if waiting and (not asked[channel.replies] or len(waiting) > len(self._channels)):
+                    give(channel)
+        for index in range(len(requests)):
+            while index not in answers:
+                for ready in wait([replies for replies, queue in asked.items() if queue]):
+                    channel, done = asked[ready].popleft()
+                    answers[done] = channel.answer()
+                    if waiting and (not asked[ready] or len(waiting) > len(self._channels)):
+                        give(channel)
+            yield answers.pop(index)

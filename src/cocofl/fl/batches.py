@@ -1,0 +1,64 @@
+"""Which samples a device sees in which order: the same for every strategy and every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cocofl.data import Split, normalise
+from cocofl.rng import stream
+
+LAST_BATCH = ("keep", "drop")
+
+Ints = NDArray[np.int64]
+
+
+def n_batches(n_samples: int, batch: int, last_batch: str) -> int:
+    """How many mini-batches one epoch has; a device with less than one trains that one.
+
+    >>> n_batches(70, 32, "keep"), n_batches(70, 32, "drop"), n_batches(5, 32, "drop")
+    (3, 2, 1)
+    """
+    full, rest = divmod(n_samples, batch)
+    return full + 1 if rest and (last_batch == "keep" or full == 0) else full
+
+
+def mini_batches(
+    indices: Ints, batch: int, last_batch: str, epochs: int, rng: np.random.Generator
+) -> list[Ints]:
+    """The samples of each mini-batch: every epoch is shuffled anew."""
+    found = []
+    for _ in range(epochs):
+        order = rng.permutation(indices)
+        count = n_batches(len(order), batch, last_batch)
+        found += [order[i * batch : (i + 1) * batch] for i in range(count)]
+    return found
+
+
+def batch_stream(seed: int, round_index: int, device: int) -> np.random.Generator:
+    """Where a device's shuffling in a round comes from."""
+    return stream(seed, "batches", round_index, device)
+
+
+def tensors(data: Split, indices: Ints) -> tuple[Tensor, Tensor]:
+    """Inputs and labels as a network takes them: images normalised and channels last."""
+    inputs, labels = data.batch(indices)
+    if data.facts.task == "image":
+        # Stored as (sample, height, width, channel), the permuted view *is* channels last.
+        return torch.from_numpy(normalise(inputs, data.facts)).permute(0, 3, 1, 2), _labels(labels)
+    return torch.from_numpy(inputs), _labels(labels)
+
+
+def chunks(n_samples: int, size: int) -> Iterator[Ints]:
+    """All samples in order, ``size`` at a time."""
+    for begin in range(0, n_samples, size):
+        yield np.arange(begin, min(begin + size, n_samples))
+
+
+def _labels(labels: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.array(labels, dtype=np.int64))

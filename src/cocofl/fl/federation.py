@@ -1,0 +1,89 @@
+"""Who takes part: devices with their data, what each may spend in a round, and the deadline.
+
+The deadline is what a strong device needs for full training on the mean share of data. A device's
+time budget is a fraction of that: one with 1/3 is three times as slow, or has a third of the time.
+A device with more data than the mean takes more steps and must find a cheaper configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from cocofl.budget import Budget
+from cocofl.data import Partition
+from cocofl.errors import InvalidSetting
+from cocofl.fl.batches import n_batches
+from cocofl.fl.devices import Devices
+from cocofl.fl.recipe import Recipe
+from cocofl.rng import stream
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a device knows when it plans its round; it decides by itself, as in the paper."""
+
+    device: int
+    round_index: int
+    budget: Budget
+    """Time as a fraction of full training on the device's *own* number of steps."""
+    load: float
+    """Its number of steps, relative to the mean share's."""
+    rng: np.random.Generator
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """Devices, their data, and how they are drawn."""
+
+    devices: Devices
+    partition: Partition
+    recipe: Recipe
+    per_round: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_round <= len(self.devices):
+            raise InvalidSetting(
+                f"devices.per_round is {self.per_round}, but there are {len(self.devices)} devices"
+            )
+
+    @cached_property
+    def mean_steps(self) -> int:
+        """The steps of a device with the mean share of data."""
+        sizes = self.partition.sizes
+        return max(1, self._steps(round(float(sizes.mean()))))
+
+    def steps(self, device: int) -> int:
+        """How many steps a device takes in a round."""
+        return self._steps(len(self.partition[device]))
+
+    def _steps(self, n_samples: int) -> int:
+        recipe = self.recipe
+        return recipe.epochs * n_batches(n_samples, recipe.batch, recipe.last_batch)
+
+    def in_random_order(self, round_index: int) -> Iterator[int]:
+        """All devices that have data, in the order in which this round would ask them."""
+        order = stream(self.seed, "sample", round_index).permutation(len(self.devices))
+        sizes = self.partition.sizes
+        return (device for device in order.tolist() if sizes[device] > 0)
+
+    def situation(self, device: int, round_index: int) -> Situation:
+        """What a device has in a round."""
+        steps = self.steps(device)
+        load = steps / self.mean_steps
+        budget = self.devices.budget(device, round_index, samples=steps * self.recipe.batch)
+        return Situation(
+            device,
+            round_index,
+            replace(budget, time=budget.time / load),
+            load,
+            stream(self.seed, "select", round_index, device),
+        )
+
+    def group_name(self, device: int) -> str:
+        """The name of a device's group."""
+        return self.devices.groups[int(self.devices.group_of[device])].name

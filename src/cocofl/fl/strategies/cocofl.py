@@ -1,0 +1,46 @@
+"""CoCoFL (Pfeiffer et al., 2023): train a span of blocks that fits, freeze the rest in int8."""
+
+from __future__ import annotations
+
+from cocofl.errors import InvalidSetting
+from cocofl.fl.federation import Situation
+from cocofl.fl.merge import merge
+from cocofl.fl.select import OVER, SELECTORS, feasible, select
+from cocofl.fl.spans import SpanWork
+from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
+from cocofl.freeze import VARIANTS
+
+
+def cocofl(
+    tables: Tables, *, variant: str = "qff", selector: str = "random", over: str = "maximal"
+) -> Strategy:
+    """Algorithm 1 on the devices, Algorithm 2 on the server.
+
+    ``variant`` is how blocks are frozen; ``selector`` how a span is chosen ``over`` the maximal
+    or all feasible ones.
+    """
+    for what, value, known in (
+        ("variant", variant, VARIANTS),
+        ("selector", selector, tuple(SELECTORS)),
+        ("over", over, OVER),
+    ):
+        if value not in known:
+            raise InvalidSetting(
+                f"strategy.{what} is {value!r}; expected one of {', '.join(known)}"
+            )
+    table = tables.spans(variant)
+
+    def plan(situation: Situation) -> Plan | None:
+        if not feasible(table, situation.budget):
+            return None
+        span = select(
+            table,
+            situation.budget,
+            situation.rng,
+            selector=selector,
+            over=over,
+            round_index=situation.round_index,
+        )
+        return Plan(SpanWork(span, variant), time_share(table, [span], situation.budget))
+
+    return Strategy(plan, merge, integers=variant == "qff")

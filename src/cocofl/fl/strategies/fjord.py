@@ -1,0 +1,31 @@
+"""FjORD (Horváth et al., 2021): ordered dropout, a width drawn for every mini-batch."""
+
+from __future__ import annotations
+
+from cocofl.errors import InvalidSetting
+from cocofl.fl.federation import Situation
+from cocofl.fl.merge import merge_nested
+from cocofl.fl.select import feasible_widths
+from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
+from cocofl.fl.strategies.heterofl import TEXT_WIDTHS
+from cocofl.fl.widths import OrderedWork
+
+WIDTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
+    """Of five widths those that fit; ``distillation`` is the teacher's share of the loss."""
+    if not 0 <= distillation <= 1:
+        raise InvalidSetting(f"strategy.distillation is {distillation}; expected 0 to 1")
+    table = tables.widths()
+    levels = TEXT_WIDTHS if tables.is_text else WIDTHS
+
+    def plan(situation: Situation) -> Plan | None:
+        fitting = set(feasible_widths(table, situation.budget))
+        widths = tuple(width for width in levels if width in fitting)
+        if not widths:
+            return None
+        # A device must be able to train at its widest; on average it is faster.
+        return Plan(OrderedWork(widths, distillation), time_share(table, widths, situation.budget))
+
+    return Strategy(plan, merge_nested)

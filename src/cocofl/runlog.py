@@ -1,0 +1,208 @@
+"""The run folder: its files, written so that a run killed at any moment can go on.
+
+====================== ===========================================================================
+experiment.toml        the experiment with every setting spelt out
+metrics.jsonl          one line per round; the same bytes whenever the same experiment is run
+timing.jsonl           one line per round: wall-clock seconds of its parts
+checkpoint.safetensors the server's state after some round, replaced as a whole
+plan.json              which int8 kernel every worker uses
+about.json             machine, versions, command, and which profile tables served
+model.safetensors      the final state; its being there says that the run is complete
+====================== ===========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocofl.errors import InvalidState, RunFolderProblem
+
+State = dict[str, Tensor]
+Record = dict[str, Any]
+
+EXPERIMENT, ABOUT, PLAN = "experiment.toml", "about.json", "plan.json"
+METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+CHECKPOINT, MODEL = "checkpoint.safetensors", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run on disk. Nothing in it is overwritten but the checkpoint."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, experiment: str) -> RunFolder:
+        """A new folder for an experiment; one that holds a run already is left as it is."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunFolderProblem(
+                f"{path} exists already; continue it with --resume, or name another with --out"
+            )
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            write_text(path / EXPERIMENT, experiment)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run."""
+        if not (path / EXPERIMENT).is_file():
+            raise RunFolderProblem(f"{path} is not a run folder: it has no {EXPERIMENT}")
+        return cls(path)
+
+    @property
+    def experiment(self) -> str:
+        """The experiment as it was resolved."""
+        return (self.path / EXPERIMENT).read_text(encoding="utf-8")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has reached its end."""
+        return (self.path / MODEL).is_file()
+
+    @property
+    def about(self) -> Record:
+        """Machine, versions, command, tables."""
+        return _read_json(self.path / ABOUT)
+
+    def write_about(self, about: Mapping[str, Any]) -> None:
+        """Keep what is known of this run besides its numbers."""
+        with _writing(self.path):
+            write_text(self.path / ABOUT, json.dumps(about, indent=1) + "\n")
+
+    def append(self, metrics: Record, timing: Record) -> None:
+        """Add a round's lines."""
+        with _writing(self.path):
+            for name, record in ((METRICS, metrics), (TIMING, timing)):
+                with (self.path / name).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+
+    def metrics(self) -> list[Record]:
+        """The rounds so far."""
+        return _read_lines(self.path / METRICS)
+
+    def timing(self) -> list[Record]:
+        """Wall-clock seconds of the rounds so far."""
+        return _read_lines(self.path / TIMING)
+
+    def save_checkpoint(self, rounds_done: int, state: Mapping[str, Tensor]) -> None:
+        """Keep the state after so many rounds, in place of the one before."""
+        with _writing(self.path):
+            write_state(self.path / CHECKPOINT, state, rounds_done)
+
+    def rewind(self) -> tuple[int, State] | None:
+        """The last checkpoint; what was logged after it is cut off. None if there is none yet."""
+        path = self.path / CHECKPOINT
+        found = read_state(path) if path.exists() else None
+        rounds_done = found[0] if found else 0
+        for name in (METRICS, TIMING):
+            _cut_lines(self.path / name, rounds_done)
+        return found
+
+    def save_model(self, state: Mapping[str, Tensor], rounds_done: int) -> None:
+        """Keep the final state, which ends the run."""
+        with _writing(self.path):
+            write_state(self.path / MODEL, state, rounds_done)
+            (self.path / CHECKPOINT).unlink(missing_ok=True)
+
+    def model(self) -> State:
+        """The final state, or the last checkpoint of a run that has not ended."""
+        for name in (MODEL, CHECKPOINT):
+            if (self.path / name).exists():
+                return read_state(self.path / name)[1]
+        raise RunFolderProblem(f"{self.path} holds no model yet: no round has been kept")
+
+
+def write_state(path: Path, state: Mapping[str, Tensor], rounds_done: int) -> None:
+    """Write a state whole or not at all, and only then under its name."""
+    # Here and below, because `import cocofl` costs torch and numpy only.
+    from safetensors.torch import save  # noqa: PLC0415
+
+    content = save({key: t.contiguous() for key, t in state.items()}, {"rounds": str(rounds_done)})
+    _replace(path, lambda file: file.write(content))
+
+
+def read_state(path: Path) -> tuple[int, State]:
+    """Rounds done, and the state; nothing in the file is executed, and sizes are checked."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+
+    try:
+        with safe_open(path, "pt") as file:
+            rounds = (file.metadata() or {}).get("rounds", "0")
+            return int(rounds), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError) as error:
+        raise InvalidState(f"cannot read {path} as safetensors: {error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text whole or not at all."""
+    _replace(path, lambda file: file.write(text.encode()))
+
+
+def same_state(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two states are equal to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(t, other[key]) for key, t in one.items())
+
+
+def _replace(path: Path, write: Callable[[Any], Any]) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
+        try:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        except BaseException:
+            os.unlink(f.name)
+            raise
+    os.chmod(f.name, 0o644)
+    os.replace(f.name, path)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderProblem(
+            f"cannot write into {path}: {error}. What was written before is whole; mend that, "
+            "then continue with --resume"
+        ) from error
+
+
+def _read_lines(path: Path) -> list[Record]:
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # what has no end of line is not complete
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise RunFolderProblem(f"{path} is damaged: {error}") from error
+
+
+def _read_json(path: Path) -> Record:
+    try:
+        content: Record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunFolderProblem(f"cannot read {path}: {error}") from error
+    return content
+
+
+def _cut_lines(path: Path, count: int) -> None:
+    """Keep the first ``count`` lines of a file; it must have as many."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if sum(line.endswith(b"\n") for line in lines) < count:
+        raise RunFolderProblem(
+            f"{path} has {len(lines)} lines, but the checkpoint beside it is of round {count}"
+        )
+    if len(lines) > count:
+        with _writing(path.parent):
+            _replace(path, lambda file: file.write(b"".join(lines[:count])))

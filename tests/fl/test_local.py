@@ -1,0 +1,203 @@
+"""Local training against the same thing written down plainly."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cocofl import Span, data
+from cocofl.errors import InvalidSetting
+from cocofl.fl.batches import batch_stream, mini_batches, n_batches, tensors
+from cocofl.fl.local import Workshop
+from cocofl.fl.spans import SpanWork
+from cocofl.fl.widths import OrderedWork, WidthWork
+
+from .conftest import initial, make_workshop, task
+
+
+def plain_training(workshop: Workshop, model: nn.Module, one, **settings: float) -> None:
+    """The task's mini-batches in an ordinary loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=one.lr, **settings)
+    rng = batch_stream(one.seed, one.round_index, one.device)
+    for indices in mini_batches(one.indices, 16, "keep", 1, rng):
+        inputs, labels = tensors(workshop.materials.train, indices)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def test_training_every_block_is_ordinary_training(digits: data.DataSet) -> None:
+    workshop = make_workshop(digits, weight_decay=0.01, momentum=0.9)
+    one = task(SpanWork(Span(0, 6), "f"))
+    sent = workshop.train(one, initial(workshop))
+    model, _ = workshop.materials.subject.build()
+    plain_training(workshop, model, one, weight_decay=0.01, momentum=0.9)
+    expected = model.state_dict()
+    assert sent.samples == 40
+    for key, tensor in sent.tensors.items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_a_span_sends_its_blocks_and_their_scales_only(workshop: Workshop) -> None:
+    sent = workshop.train(task(SpanWork(Span(2, 4))), initial(workshop))
+    keys = {key for key in sent.tensors if not key.startswith("scales.")}
+    chain = workshop.chain()
+    own = {key for index in (2, 3) for key in chain.block_keys(index)}
+    assert keys == {key for key in own if not key.endswith("num_batches_tracked")}
+    blocks = {key.split(".")[1] for key in sent.tensors if key.startswith("scales.")}
+    assert blocks == {"2", "3"}
+
+
+def test_the_same_task_gives_the_same_bits_whatever_was_trained_before(
+    workshop: Workshop,
+) -> None:
+    state, one = initial(workshop), task(SpanWork(Span(1, 5)))
+    first = workshop.train(one, state).tensors
+    workshop.train(task(SpanWork(Span(0, 2)), device=4), state)
+    again = workshop.train(one, state).tensors
+    assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_clipping_bounds_the_gradient(digits: data.DataSet) -> None:
+    workshop = make_workshop(digits, clip=1e-6)
+    state = initial(workshop)
+    sent = workshop.train(task(SpanWork(Span(0, 6), "f"), lr=1.0), state)
+    moved = max(
+        float((t - state[key]).abs().max())
+        for key, t in sent.tensors.items()
+        if key.endswith("weight")
+    )
+    assert 0 < moved < 1e-5
+
+
+def test_heterofl_trains_the_narrow_network_on_its_slice(workshop: Workshop) -> None:
+    state, one = initial(workshop), task(WidthWork(0.5))
+    sent = workshop.train(one, state)
+    model, _ = workshop.materials.subject.build(0.5)
+    model.load_state_dict(
+        {key: state[key][at] for key, at in workshop.places(0.5).items() if key in state},
+        strict=False,
+    )
+    plain_training(workshop, model, one)
+    learned = dict(model.named_parameters())
+    assert sent.tensors.keys() == learned.keys()  # statistics are not tracked
+    for key, tensor in sent.tensors.items():
+        torch.testing.assert_close(tensor, learned[key].data, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_a_scaler_makes_no_difference_before_a_batch_norm_but_does_elsewhere(
+    workshop: Workshop,
+) -> None:
+    """BatchNorm divides a factor out again, so what is left is the size of its epsilon."""
+    state = initial(workshop)
+    plain = workshop.train(task(WidthWork(0.5)), state).tensors
+    scaled = workshop.train(task(WidthWork(0.5, scaler=True)), state).tensors
+    differs = max(float((plain[key] - scaled[key]).abs().max()) for key in plain)
+    assert 0 < differs < 0.1
+
+
+def test_a_masked_loss_leaves_absent_classes_alone(workshop: Workshop) -> None:
+    labels = workshop.materials.train.labels
+    few = np.flatnonzero(np.isin(labels, [2, 7]))[:32]
+    one = task(WidthWork(1.0, masked=True))
+    one = type(one)(one.seed, one.round_index, one.device, few, one.work, one.lr)
+    state = initial(workshop)
+    sent = workshop.train(one, state)
+    (bias,) = [key for key in sent.rows if key.endswith("bias")]
+    assert sent.rows[bias].tolist() == [2, 7]
+    absent = [c for c in range(10) if c not in (2, 7)]
+    assert torch.equal(sent.tensors[bias][absent], state[bias][absent])
+    assert not torch.equal(sent.tensors[bias][[2, 7]], state[bias][[2, 7]])
+
+
+def test_fjord_with_one_width_is_the_narrow_network(workshop: Workshop) -> None:
+    state = initial(workshop)
+    one = task(OrderedWork((0.5,)))
+    sent = workshop.train(one, state)
+    model, _ = workshop.materials.subject.build(0.5)
+    model.load_state_dict(
+        {key: state[key][at] for key, at in workshop.places(0.5).items() if key in state},
+        strict=False,
+    )
+    plain_training(workshop, model, one)
+    expected = model.state_dict()
+    assert sent.width == 0.5
+    for key, tensor in sent.tensors.items():
+        own = key.removeprefix("widths.0.5.")
+        torch.testing.assert_close(tensor, expected[own], rtol=1e-4, atol=1e-6, msg=key)
+    assert "widths.0.5.stem.1.running_mean" in sent.tensors
+
+
+def test_fjord_never_touches_channels_beyond_the_drawn_widths(workshop: Workshop) -> None:
+    state = initial(workshop)
+    sent = workshop.train(task(OrderedWork((0.5, 1.0)), samples=16), state)
+    (drawn,) = [key for key in sent.tensors if key.endswith("stem.1.running_mean")]
+    weight, old = sent.tensors["stem.0.weight"], state["stem.0.weight"]
+    inside = workshop.places(0.5)["stem.0.weight"]
+    assert not torch.equal(weight[inside], old[inside])
+    if drawn.startswith("widths.0.5."):  # one mini-batch: one width
+        assert torch.equal(weight[4:], old[4:])
+    else:
+        assert not torch.equal(weight[4:], old[4:])
+
+
+def test_distillation_trains_the_widest_network_too(workshop: Workshop) -> None:
+    state = initial(workshop)
+    works = (OrderedWork((0.25, 1.0)), OrderedWork((0.25, 1.0), distillation=0.5))
+    plain, taught = (workshop.train(task(w), state).tensors for w in works)
+    assert any(not torch.equal(plain[key], taught[key]) for key in plain if key in taught)
+    assert "stem.1.running_mean" in taught  # statistics of width 1 exist in any case
+
+
+def test_statistics_are_means_over_a_devices_mini_batches(workshop: Workshop) -> None:
+    state, one = initial(workshop), task(SpanWork(Span(0, 6)))
+    sent = workshop.statistics(one, state).tensors
+    assert all("running" in key for key in sent)
+    rng = batch_stream(one.seed, one.round_index, one.device)
+    convolve = nn.functional.conv2d
+    means = [
+        convolve(
+            tensors(workshop.materials.train, indices)[0], state["stem.0.weight"], padding=1
+        ).mean((0, 2, 3))
+        for indices in mini_batches(one.indices, 16, "keep", 1, rng)
+    ]
+    expected = torch.stack(means).mean(0)
+    torch.testing.assert_close(sent["stem.1.running_mean"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_confusion_does_not_depend_on_how_the_test_data_is_cut(workshop: Workshop) -> None:
+    state = initial(workshop)
+    whole = workshop.confusion(state, [np.arange(100)], "running")
+    parts = [np.arange(a, b) for a, b in pairwise(range(0, 101, 20))]
+    assert np.array_equal(whole, workshop.confusion(state, parts, "running"))
+    assert whole.sum() == 100
+    assert not np.array_equal(whole, workshop.confusion(state, parts, "batch"))
+
+
+def test_batches_cover_every_sample_once_an_epoch() -> None:
+    found = mini_batches(np.arange(70), 32, "keep", 2, np.random.default_rng(0))
+    assert [len(batch) for batch in found] == [32, 32, 6] * 2
+    assert sorted(np.concatenate(found[:3]).tolist()) == list(range(70))
+    assert found[0].tolist() != found[3].tolist()
+    dropped = mini_batches(np.arange(70), 32, "drop", 1, np.random.default_rng(0))
+    assert [len(batch) for batch in dropped] == [32, 32]
+    (only,) = mini_batches(np.arange(5), 32, "drop", 1, np.random.default_rng(0))
+    assert len(only) == 5
+
+
+@pytest.mark.parametrize(
+    ("samples", "last", "expected"),
+    [(32, "keep", 1), (33, "keep", 2), (33, "drop", 1), (0, "keep", 0)],
+)
+def test_number_of_batches(samples: int, last: str, expected: int) -> None:
+    assert n_batches(samples, 32, last) == expected
+
+
+def test_an_unknown_loss_is_named(digits: data.DataSet) -> None:
+    with pytest.raises(InvalidSetting, match="did you mean cross_entropy"):
+        make_workshop(digits, loss="crossentropy")

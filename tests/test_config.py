@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cocofl.config import Experiment, parse_value
+from cocofl.errors import InvalidExperiment
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    experiment = Experiment.parse(
+        {
+            "seed": 3,
+            "model": {"options": {"tiny": True, "norm": 'group "x"'}},
+            "strategy": {"name": "cocofl", "variant": "ff"},
+            "training": {"decay_rounds": [6, 8], "lr": 1},
+            "devices": {
+                "groups": [{"name": "phones", "time": 0.5, "upload": {"uniform": [0.1, 0.3]}}]
+            },
+        }
+    )
+    path = tmp_path / "experiment.toml"
+    path.write_text(experiment.to_toml())
+    assert Experiment.load(path) == experiment
+    assert experiment.strategy.options == {"variant": "ff"}
+    assert experiment.training.lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"trainig": {}}, "unknown key trainig .did you mean training"),
+        ({"training": {"lr_": 1}}, "unknown key training.lr_ .did you mean lr"),
+        ({"training": {"lr": -1}}, "training.lr is -1.0; expected a number above 0"),
+        ({"training": {"lr": "fast"}}, "training.lr is 'fast'; expected a number"),
+        ({"training": {"epochs": 1.5}}, "expected a whole number"),
+        ({"training": {"epochs": True}}, "expected a whole number"),
+        ({"training": {"momentum": 1.0}}, "at least 0 and below 1"),
+        ({"training": {"last_batch": "kep"}}, "did you mean keep"),
+        ({"training": 3}, "training is 3; expected a table"),
+        ({"rounds": 0}, "rounds is 0; expected a number at least 1"),
+        ({"devices": {"count": 5, "per_round": 6}}, "devices.per_round is 6, but .*count is 5"),
+        ({"evaluation": {"statistics": "none"}}, "expected one of running, batch"),
+        ({"faults": {"dropout": 1.5}}, "at least 0 and at most 1"),
+        ({"engine": {"kernels": "cuda"}}, "expected one of auto, reference"),
+        ({"training": {"lr": float("nan")}}, "training.lr is nan"),
+    ],
+)
+def test_mistakes_are_named(content: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidExperiment, match=message):
+        Experiment.parse(content)
+
+
+def test_changes_replace_values_and_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text("rounds = 5\n[training]\nlr = 0.5\n")
+    changed = Experiment.load(path, {"training.lr": 0.25, "strategy.name": "fedavg"})
+    assert (changed.rounds, changed.training.lr, changed.strategy.name) == (5, 0.25, "fedavg")
+    with pytest.raises(InvalidExperiment, match=r"unknown key training\.lrr"):
+        changed.changed({"training.lrr": 1})
+    with pytest.raises(InvalidExperiment, match="rounds is a value"):
+        changed.changed({"rounds.x": 1})
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match="cannot read"):
+        Experiment.load(tmp_path / "missing.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("rounds = = 3")
+    with pytest.raises(InvalidExperiment, match="is not TOML"):
+        Experiment.load(broken)
+
+
+def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("device,round,time,memory,upload\n")
+    (tmp_path / "table.json").write_text("{}")
+    path = tmp_path / "one.toml"
+    path.write_text(
+        '[tables]\nspans = "table.json"\n[[devices.groups]]\nname = "a"\ntrace = "trace.csv"\n'
+    )
+    experiment = Experiment.load(path)
+    assert experiment.tables.spans == str(tmp_path / "table.json")
+    assert experiment.devices.groups[0]["trace"] == str(tmp_path / "trace.csv")
+
+
+def test_values_on_the_command_line() -> None:
+    assert parse_value("[600, 800]") == [600, 800]
+    assert parse_value("runs/x") == "runs/x"

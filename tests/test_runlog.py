@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cocofl.errors import InvalidState, RunFolderProblem
+from cocofl.runlog import RunFolder, read_state, same_state
+
+
+def folder(tmp_path: Path, rounds: int) -> RunFolder:
+    made = RunFolder.create(tmp_path / "run", "rounds = 3\n")
+    for index in range(rounds):
+        made.append({"round": index + 1}, {"round": index + 1, "train_s": 0.1})
+    return made
+
+
+def test_a_checkpoint_comes_back_and_cuts_off_what_was_logged_after_it(tmp_path: Path) -> None:
+    run = folder(tmp_path, 2)
+    state = {"w": torch.tensor([1.5, -0.0]), "scale": torch.tensor(0.1)}
+    run.save_checkpoint(2, state)
+    run.append({"round": 3}, {"round": 3})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 4')  # killed while writing
+    found = run.rewind()
+    assert found is not None
+    rounds, again = found
+    assert rounds == 2
+    assert same_state(again, state)
+    assert [record["round"] for record in run.metrics()] == [1, 2]
+    assert [record["round"] for record in run.timing()] == [1, 2]
+
+
+def test_without_a_checkpoint_everything_begins_anew(tmp_path: Path) -> None:
+    run = folder(tmp_path, 2)
+    assert run.rewind() is None
+    assert run.metrics() == []
+
+
+def test_a_log_that_lacks_rounds_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    run = folder(tmp_path, 1)
+    run.save_checkpoint(2, {"w": torch.zeros(1)})
+    with pytest.raises(RunFolderProblem, match="checkpoint beside it is of round 2"):
+        run.rewind()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    run = folder(tmp_path, 1)
+    with pytest.raises(RunFolderProblem, match="exists already; continue it with --resume"):
+        RunFolder.create(run.path, "")
+    assert run.experiment == "rounds = 3\n"
+    with pytest.raises(RunFolderProblem, match="is not a run folder"):
+        RunFolder.open(tmp_path)
+
+
+def test_a_disk_that_takes_no_more_says_so(tmp_path: Path) -> None:
+    run = folder(tmp_path, 1)
+    (run.path / "metrics.jsonl").unlink()
+    (run.path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RunFolderProblem, match=r"No space left.*--resume"):
+        run.append({"round": 2}, {})
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00" * 8, b"\xff" * 64, b"{}", b"\x08\0\0\0\0\0\0\0{}      "]
+)
+def test_a_state_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(content)
+    if content.endswith(b"{}      "):
+        assert read_state(path) == (0, {})  # an empty but sound file
+        return
+    with pytest.raises(InvalidState, match="cannot read"):
+        read_state(path)
+
+
+def test_a_model_ends_the_run(tmp_path: Path) -> None:
+    run = folder(tmp_path, 1)
+    with pytest.raises(RunFolderProblem, match="no model yet"):
+        run.model()
+    run.save_checkpoint(1, {"w": torch.zeros(1)})
+    assert not run.is_complete
+    run.save_model({"w": torch.ones(1)}, 1)
+    assert run.is_complete
+    assert run.model()["w"].item() == 1.0
+    assert not (run.path / "checkpoint.safetensors").exists()
