@@ -26,6 +26,7 @@ from cocofl.engine import wire
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import Materials, Task
 from cocofl.fl.merge import Contribution, State
+from cocofl.fl.strategies import Merge
 from cocofl.freeze import KernelPlan
 
 # One thread per worker. Memory that a step frees is kept for the next one: under glibc's defaults
@@ -155,6 +156,10 @@ class Workers:
         requests = [(part, statistics) for part in parts if part]
         total: NDArray[np.int64] = sum(self._scatter("confusion", requests))
         return total
+
+    def merger(self, merge: Merge) -> Merge:
+        """The strategy's own."""
+        return merge
 
     def close(self) -> None:
         """End all workers."""

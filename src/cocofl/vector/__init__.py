@@ -3,5 +3,6 @@
 from cocofl.vector.cohort import Cohort, DeviceWork, Rows, Source
 from cocofl.vector.optimizer import Sgd
 from cocofl.vector.precision import PRECISIONS
+from cocofl.vector.program import Program
 
-__all__ = ["PRECISIONS", "Cohort", "DeviceWork", "Rows", "Sgd", "Source"]
+__all__ = ["PRECISIONS", "Cohort", "DeviceWork", "Program", "Rows", "Sgd", "Source"]

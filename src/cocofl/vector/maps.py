@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.fused import depthwise_for
+from cocofl.vector.streams import side_by_side
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
 _FEW = 64
@@ -150,11 +151,14 @@ class _Convolve(torch.autograd.Function):
         ctx.geometry, ctx.weight_dtype = geometry, own.dtype
         g, w = geometry, w.to(x.dtype)
         if x.is_cuda:
-            each = [
-                F.conv2d(one, own, None, g.stride, g.padding, g.dilation, g.groups)
-                for one, own in zip(x, _channels_last(w), strict=True)
-            ]
-            return _stack_images(each)
+            return _stack_images(
+                side_by_side(
+                    lambda one, own: F.conv2d(
+                        one, own, None, g.stride, g.padding, g.dilation, g.groups
+                    ),
+                    list(zip(x, _channels_last(w), strict=True)),
+                )
+            )
         groups = len(x) * g.groups
         y = F.conv2d(
             _side_by_side(x), w.flatten(0, 1), None, g.stride, g.padding, g.dilation, groups
@@ -175,9 +179,10 @@ class _Convolve(torch.autograd.Function):
 
         if x.is_cuda:
             grad = grad if _is_channels_last(grad) else _as_channels_last(grad)
-            parts = [
-                back(*each, g.groups) for each in zip(grad, x, _channels_last(w_back), strict=True)
-            ]
+            parts = side_by_side(
+                lambda *each: back(*each, g.groups),
+                list(zip(grad, x, _channels_last(w_back), strict=True)),
+            )
             gx = _stack_images([p[0] for p in parts]) if mask[0] else None
             gw = torch.stack([p[1] for p in parts]) if mask[1] else None
         else:
