@@ -7,6 +7,7 @@ the step can be captured once as a CUDA graph and replayed for all rounds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,9 @@ from cocofl.vector.program import Program
 from cocofl.vector.rounding import RoundingPlan, RoundingTable, Tap
 from cocofl.vector.run import Roles, Run
 from cocofl.vector.slots import Slot
+
+# Rounds after which the scales that are known count as settled.
+_SETTLED = 3
 
 Source = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 """From sample numbers (device, sample) to the model's inputs and the labels."""
@@ -122,6 +126,7 @@ class Cohort:
         self._steps_done = torch.zeros(d, dtype=slots.dtype, device=self.on)
         self.losses = torch.zeros(d, dtype=torch.float64, device=self.on)
         self._tables: dict[frozenset[Tap], RoundingTable] = {}
+        self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
         self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
 
     # States as rows
@@ -190,14 +195,14 @@ class Cohort:
         counts = np.pad(valid, ((0, 0), (0, room)))
         counts_on_device = torch.from_numpy(counts.astype(np.int32)).to(self.on)
         finishing = (counts > 0) & (np.cumsum((counts > 0)[::-1], 0)[::-1] == 1)
+        finishing &= np.array([*(work.variant == "qff" for work in works), *[False] * room])
         finishing_on_device = torch.from_numpy(finishing).to(self.on)
         modes = _modes(works, self.program.n_blocks, room)
-        wants_scales = any(work.variant == "qff" for work in works)
         for step in range(steps):
             self._indices.copy_(on_device[step])
             self._valid.copy_(counts_on_device[step])
             self._last.copy_(finishing_on_device[step])
-            measures = wants_scales and bool(finishing[step].any())
+            measures = bool(finishing[step].any())
             host = counts[step].tolist()
             self._graphs.run((traits, measures), partial(self._step, traits, measures, modes, host))
         taken = np.maximum((counts > 0).sum(0), 1)
@@ -248,7 +253,13 @@ class Cohort:
         folds: bool,
     ) -> _Traits:
         rounder = self.program.rounder
-        possible = [rounder.possible(one) for one in dict.fromkeys(known)]
+        settled = tuple(dict.fromkeys(known))
+        self._seen_known[settled] += 1
+        if self._seen_known[settled] < _SETTLED:
+            # In the first rounds new scales become known every time. One computation that can
+            # scale anything on the fly serves them all, so that not each has to be captured.
+            settled = (frozenset(), frozenset(self.program.sites.keys), *settled)
+        possible = [rounder.possible(one) for one in settled]
         taps = frozenset[Tap]().union(*(taps for taps, _ in possible))
         on_the_fly = frozenset[Tap]().union(*(fly for _, fly in possible))
         if taps not in self._tables:

@@ -18,7 +18,7 @@ def _streams() -> list[torch.cuda.Stream]:
 
 
 def side_by_side(call: Callable[..., Result], each: Sequence[tuple[object, ...]]) -> list[Result]:
-    """``call`` on each of the arguments, on several streams that begin and end with the present one.
+    """``call`` on each of the arguments, on streams that begin and end with the present one.
 
     A captured graph keeps the branches. What a branch allocates may be used again only by later
     branches, which wait for the present stream first, so nothing is overwritten too early.
