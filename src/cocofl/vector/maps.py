@@ -180,7 +180,7 @@ class _Convolve(torch.autograd.Function):
         if x.is_cuda:
             grad = grad if _is_channels_last(grad) else _as_channels_last(grad)
             parts = side_by_side(
-                lambda *each: back(*each, g.groups),
+                lambda grad, one, own: back(grad, one, own, g.groups),
                 list(zip(grad, x, _channels_last(w_back), strict=True)),
             )
             gx = _stack_images([p[0] for p in parts]) if mask[0] else None
