@@ -23,6 +23,7 @@ from cocofl.chain import BlockChain
 from cocofl.config import Experiment
 from cocofl.data import DataSet, Partition, Rule
 from cocofl.data.origin import cache_dir
+from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Evaluation, Job, Schedule, Watcher, evaluate, run
 from cocofl.engine.workers import Workers
@@ -152,10 +153,15 @@ def evaluate_run(
 
 def make_executor(experiment: Experiment) -> Executor:
     """The executor that the experiment asks for."""
-    kind = experiment.engine.kind
-    if kind in ("auto", "serial"):
-        return Workers(experiment.engine.workers or None)
-    raise InvalidExperiment(f"engine.kind {kind!r} is not available here; expected serial")
+    settings, has_gpu = experiment.engine, torch.cuda.is_available()
+    if settings.kind == "cohort" or (settings.kind == "auto" and has_gpu):
+        device = settings.device if settings.device != "auto" else ("cuda" if has_gpu else "cpu")
+        return CohortExecutor(device, precision=settings.precision)
+    if settings.kind in ("auto", "serial"):
+        return Workers(settings.workers or None)
+    raise InvalidExperiment(
+        f"engine.kind {settings.kind!r} is not available here; expected serial or cohort"
+    )
 
 
 class Setup:
