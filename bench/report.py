@@ -119,7 +119,9 @@ def made_up_comparison(folder: Path, rounds: int, seeds: int) -> None:
     for split in ("rc", "iid"):
         for strategy in STRATEGIES:
             for seed in range(seeds):
-                made_up_run(folder / split / strategy / f"seed{seed}", strategy, split, seed, rounds)
+                made_up_run(
+                    folder / split / strategy / f"seed{seed}", strategy, split, seed, rounds
+                )
     made_up_run(folder / "rc" / "tuning" / "cocofl-lr0.1", "cocofl", "rc", 1_000_003, 5)
 
 

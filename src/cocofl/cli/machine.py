@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Literal
@@ -62,7 +63,7 @@ def examine() -> list[Finding]:
 
 
 def _processor() -> list[Finding]:
-    capabilities: dict[str, Any] = torch.cpu.get_capabilities()
+    capabilities: Mapping[str, Any] = torch.cpu.get_capabilities()
     has = [name for name in CPU_FEATURES if capabilities.get(name)]
     cores = f"{cpu_name()}, {os.cpu_count()} cores, {platform.machine()}"
     exact = safe_weight_bits() == 8

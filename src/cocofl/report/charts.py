@@ -30,8 +30,6 @@ BUBBLES = 2400
 KIND_COLOURS = {"qff": "#0072B2", "ff": "#009E73", "f": "#E69F00", "width": "#D55E00"}
 KIND_SYMBOLS = {"qff": "circle", "ff": "square", "f": "triangle-up", "width": "x"}
 
-Figure = go.Figure
-
 
 def library() -> str:
     """The JavaScript that draws the charts, for a page that requests nothing."""
@@ -47,7 +45,7 @@ AXES = {
 
 def accuracy_chart(
     lines: Sequence[Line], curves: Sequence[Curve], colours: Mapping[str, str], axis: str
-) -> Figure:
+) -> go.Figure:
     """Accuracy of every line over rounds, simulated seconds or uploaded bytes.
 
     The band reaches from the worst to the best seed. Training with all data in one place has no
@@ -84,7 +82,7 @@ def accuracy_chart(
 
 def group_chart(
     lines: Sequence[Line], curves: Sequence[Curve], colours: Mapping[str, str], group: str
-) -> Figure:
+) -> go.Figure:
     """What one group's devices see, over the rounds."""
     figure = go.Figure()
     for line, one in _pairs(lines, curves):
@@ -113,7 +111,7 @@ def group_chart(
     return figure
 
 
-def fairness_chart(rows: Sequence[Row], groups: Sequence[str]) -> Figure:
+def fairness_chart(rows: Sequence[Row], groups: Sequence[str]) -> go.Figure:
     """The final accuracy of each group under each line: the paper's fairness figure."""
     figure = go.Figure()
     for index, group in enumerate(groups):
@@ -146,11 +144,9 @@ def fairness_chart(rows: Sequence[Row], groups: Sequence[str]) -> Figure:
     return figure
 
 
-def trained_chart(found: Trained) -> Figure:
+def trained_chart(found: Trained) -> go.Figure:
     """How often each block was trained by each group (or each width)."""
-    hover = [
-        [f"{share:.0%} of the group's updates" for share in shares] for shares in found.shares
-    ]
+    hover = [[f"{share:.0%} of the group's updates" for share in shares] for shares in found.shares]
     names = [escape(name) for name in found.groups]
     figure = go.Figure(
         go.Heatmap(
@@ -174,7 +170,7 @@ def trained_chart(found: Trained) -> Figure:
     return figure
 
 
-def bubbles_chart(held: Holdings) -> tuple[Figure, str]:
+def bubbles_chart(held: Holdings) -> tuple[go.Figure, str]:
     """Device × class, area = samples, colour = group; and a note where devices are left out."""
     order = np.argsort(held.group_of, kind="stable")
     room = max(1, BUBBLES // max(1, len(held.class_names)))
@@ -222,7 +218,7 @@ def bubbles_chart(held: Holdings) -> tuple[Figure, str]:
     return figure, note
 
 
-def profile_chart(tables: Sequence[ProfileTable], what: str) -> Figure:
+def profile_chart(tables: Sequence[ProfileTable], what: str) -> go.Figure:
     """Every configuration's time or memory over its upload, as fractions of full training."""
     figure = go.Figure()
     for table in tables:

@@ -149,7 +149,7 @@ def _seed(run: Run) -> int:
 
 
 def _is_of_scene(key: str) -> bool:
-    return key.split(".")[0] in _SCENE_SECTIONS
+    return key.split(".", maxsplit=1)[0] in _SCENE_SECTIONS
 
 
 def _key(settings: Mapping[str, Any], *, scene: bool) -> str:
