@@ -74,5 +74,5 @@ def drawing() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise InvalidSetting(
-            f"a report needs the library {error.name}: pip install 'cocofl[report]'"
+            f"a report needs the library {(error.name or str(error)).partition('.')[0]}: pip install 'cocofl[report]'"
         ) from error
