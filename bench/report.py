@@ -1,14 +1,17 @@
 """How large the report of a long comparison is, how long it takes to make and to open.
 
 python bench/report.py [--rounds 1000] [--seeds 3] [--out FOLDER]
+python bench/report.py --out runs/comparison --picture docs/report.png
 
 Makes run folders as `cocofl compare` does, with made-up numbers (nothing is trained), reports
-them, and opens the page in headless Chromium if it is there.
+them, and opens the page in headless Chromium if it is there. A folder that exists is reported as
+it is; --picture keeps what its page looks like.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import shutil
 import tempfile
@@ -168,11 +171,28 @@ def open_in_browser(page: Path) -> dict[str, int]:
         driver.quit()
 
 
+def picture(page: Path, out: Path, height: int = 1010) -> None:
+    """The top of a page as a small PNG."""
+    from PIL import Image  # noqa: PLC0415
+
+    driver = browser(width=1180, height=height)
+    try:
+        driver.get(page.resolve().as_uri())
+        time.sleep(2)  # for the charts in view
+        shot = driver.get_screenshot_as_png()
+    finally:
+        driver.quit()
+    with Image.open(io.BytesIO(shot)) as image:
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(out, optimize=True)
+    print(f"picture: {out}, {out.stat().st_size / 1e3:.0f} kB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="keep the folder and the page")
+    parser.add_argument("--picture", type=Path, help="what the page looks like, as PNG")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.out or Path(temporary) / "comparison"
@@ -181,6 +201,9 @@ def main() -> None:
         begin = time.perf_counter()
         page = write_report([folder])
         print(f"page: {page.stat().st_size / 1e6:.2f} MB, {time.perf_counter() - begin:.1f} s")
+        if arguments.picture:
+            picture(page, arguments.picture)
+            return
         begin = time.perf_counter()
         written = save_figures(find_runs([folder]), folder / "figures")
         print(f"figures: {len(written)} files, {time.perf_counter() - begin:.1f} s")

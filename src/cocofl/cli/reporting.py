@@ -73,6 +73,7 @@ def drawing() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        library = (error.name or str(error)).partition(".")[0]
         raise InvalidSetting(
-            f"a report needs the library {(error.name or str(error)).partition('.')[0]}: pip install 'cocofl[report]'"
+            f"a report needs the library {library}: pip install 'cocofl[report]'"
         ) from error

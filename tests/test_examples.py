@@ -1,0 +1,30 @@
+"""The examples run as their first lines say, and stay short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs(example: Path, tmp_path: Path) -> None:
+    lines = example.read_text().splitlines()
+    assert len(lines) < 60
+    assert lines[2] == f"python examples/{example.name}"
+    environment = {**os.environ, "COCOFL_CACHE": str(tmp_path / "cache"), "COCOFL_DATA": ""}
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
