@@ -139,7 +139,7 @@ def browser(*, dark: bool = False, width: int = 1280, height: int = 900) -> Any:
     options = webdriver.ChromeOptions()
     options.binary_location = binary
     # Without a sandbox, as root in a container has none; the page is our own file.
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     found = webdriver.Chrome(options=options, service=Service(driver))
@@ -171,11 +171,11 @@ def open_in_browser(page: Path) -> dict[str, int]:
         driver.quit()
 
 
-def picture(page: Path, out: Path, height: int = 1010) -> None:
+def picture(page: Path, out: Path, height: int = 1110) -> None:
     """The top of a page as a small PNG."""
     from PIL import Image  # noqa: PLC0415
 
-    driver = browser(width=1180, height=height)
+    driver = browser(width=1280, height=height)
     try:
         driver.get(page.resolve().as_uri())
         time.sleep(2)  # for the charts in view

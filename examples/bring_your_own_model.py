@@ -2,8 +2,7 @@
 
 python examples/bring_your_own_model.py
 
-Any nn.Module that torch.fx can trace will do. A factory returns it with an example input, and an
-experiment names the factory as module:function.
+A factory returns any nn.Module with an example input; the experiment names it module:function.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cocofl.config import Experiment
-from cocofl.experiment import model_with, simulate
+from cocofl import Experiment, simulate
+from cocofl.experiment import model_with
 
 
 class Block(nn.Module):
@@ -41,7 +40,11 @@ def network(channels: int = 16) -> tuple[nn.Module, Tensor]:
 def main() -> None:
     """Train it on digits for three rounds, then use it as any other module."""
     experiment = Experiment(name="mine", rounds=3).changed(
-        {"model.name": "bring_your_own_model:network", "devices.per_round": 4}
+        {
+            "model.name": "bring_your_own_model:network",
+            "devices.per_round": 4,
+            "engine.workers": 1,
+        }
     )
     with tempfile.TemporaryDirectory() as folder:
         run = simulate(experiment, out=Path(folder) / "mine")

@@ -11,8 +11,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from cocofl.config import Experiment
-from cocofl.experiment import simulate
+from cocofl import Experiment, simulate
 from cocofl.fl.federation import Situation
 from cocofl.fl.merge import merge
 from cocofl.fl.select import feasible
@@ -36,8 +35,8 @@ def output_side(tables: Tables, *, variant: str = "qff") -> Strategy:
 
 
 def main() -> None:
-    """Run it next to CoCoFL for three rounds on digits."""
-    base = Experiment(rounds=3).changed({"devices.per_round": 4})
+    """Run it next to CoCoFL for two rounds on digits."""
+    base = Experiment(rounds=2).changed({"devices.per_round": 4, "engine.workers": 1})
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cocofl", "custom_strategy:output_side"):
             out = Path(folder) / name.partition(":")[0]

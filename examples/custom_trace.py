@@ -12,8 +12,7 @@ import csv
 import tempfile
 from pathlib import Path
 
-from cocofl.config import Experiment
-from cocofl.experiment import simulate
+from cocofl import Experiment, simulate
 
 DEVICES, ROUNDS = 9, 4
 
@@ -40,6 +39,7 @@ def main() -> None:
                 "devices.per_round": 3,
                 "devices.groups": [{"name": "phones", "trace": str(trace)}],
                 "data.split": "iid",
+                "engine.workers": 1,
             }
         )
         run = simulate(experiment, out=Path(folder) / "run")

@@ -23,12 +23,18 @@ LONG = re.compile(
 )
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all pages, as a reader has: int8 kernels are chosen once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[str, str], None]:
+def run(tmp_path: Path, cache: Path) -> Callable[[str, str], None]:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "COCOFL_CACHE": str(tmp_path / "cache"),
+        "COCOFL_CACHE": str(cache),
         "COCOFL_DATA": "",
     }
 

@@ -12,12 +12,17 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_runs(example: Path, tmp_path: Path) -> None:
+def test_an_example_runs(example: Path, tmp_path: Path, cache: Path) -> None:
     lines = example.read_text().splitlines()
     assert len(lines) < 60
     assert lines[2] == f"python examples/{example.name}"
-    environment = {**os.environ, "COCOFL_CACHE": str(tmp_path / "cache"), "COCOFL_DATA": ""}
+    environment = {**os.environ, "COCOFL_CACHE": str(cache), "COCOFL_DATA": ""}
     done = subprocess.run(
         [sys.executable, str(example)],
         cwd=tmp_path,

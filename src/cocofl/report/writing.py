@@ -86,8 +86,11 @@ def report_page(runs: Sequence[Run]) -> str:
     lines = [line for scene in scenes for line in scene.lines]
     colours = line_colours(lines)
     drawings = Drawings()
-    stages = [_stage(scene, colours, drawings) for scene in scenes]
-    profiles, missing_profiles = _profile_cards(scenes, drawings)
+    sources = [Sources(scene) for scene in scenes]
+    stages = [
+        _stage(scene, one, colours, drawings) for scene, one in zip(scenes, sources, strict=True)
+    ]
+    profiles, missing_profiles = _profile_cards(sources, drawings)
     reported = [run for line in lines for run in line.runs]
     skipped = [str(run.path) for run in runs if run not in reported]
     page = {
@@ -134,7 +137,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _stage(scene: Scene, colours: Mapping[str, str], drawings: Drawings) -> Stage:
+def _stage(scene: Scene, sources: Sources, colours: Mapping[str, str], drawings: Drawings) -> Stage:
     lines, groups = scene.lines, scene.groups
     rows = [summary(line) for line in lines]
     curves = [curve(line, charts.POINTS) for line in lines]
@@ -166,7 +169,7 @@ def _stage(scene: Scene, colours: Mapping[str, str], drawings: Drawings) -> Stag
         )
         for group in groups
     ]
-    data, missing_data = _data_cards(scene, drawings)
+    data, missing_data = _data_cards(sources, drawings)
     return Stage(
         title=scene.title,
         rows=rows,
@@ -188,10 +191,10 @@ def _trained_card(line: Line, groups: Sequence[str], drawings: Drawings) -> Card
     return drawings.add(charts.trained_chart(found), line.label, height_px, of=line.label)
 
 
-def _data_cards(scene: Scene, drawings: Drawings) -> tuple[list[Card], str]:
+def _data_cards(sources: Sources, drawings: Drawings) -> tuple[list[Card], str]:
     """Who holds what, or why that is not shown."""
     try:
-        held = Sources(scene).holdings()
+        held = sources.holdings()
     except (CocoflError, OSError) as error:
         return [], str(error)
     figure, note = charts.bubbles_chart(held)
@@ -200,13 +203,13 @@ def _data_cards(scene: Scene, drawings: Drawings) -> tuple[list[Card], str]:
     return [drawings.add(figure, "Who holds what", height_px, caption)], ""
 
 
-def _profile_cards(scenes: Sequence[Scene], drawings: Drawings) -> tuple[list[Card], list[str]]:
+def _profile_cards(sources: Sequence[Sources], drawings: Drawings) -> tuple[list[Card], list[str]]:
     """What the tables say, each once, and why some are not shown."""
     cards: dict[str, list[Card]] = {}
     missing: dict[str, None] = {}
-    for scene in scenes:
+    for one in sources:
         try:
-            tables = Sources(scene).tables()
+            tables = one.tables()
         except (CocoflError, OSError) as error:
             missing[str(error)] = None
             continue
