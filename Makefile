@@ -23,7 +23,7 @@ test-docs: $(VENV)/installed
 	$(BIN)/pytest tests/test_docs.py -m "slow or not slow"
 
 # Pages and API reference into site/; a warning is an error.
-docs: $(VENV)/docs
+docs: $(VENV)/installed
 	$(BIN)/mkdocs build --strict
 
 # What the tests of the report look with; they say so where it is missing.
@@ -42,10 +42,6 @@ types: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[dev]'
-	touch $@
-
-$(VENV)/docs: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
 
 clean:
