@@ -82,7 +82,8 @@ def test_every_page_is_in_the_contents() -> None:
 
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", prose):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+# A MobileNetV2 in full, eight steps at a time, takes longer than the others together.
+SLOW = {"one_device.py": pytest.mark.slow}
+EXAMPLES = [
+    pytest.param(path, marks=SLOW.get(path.name, ()), id=path.name)
+    for path in sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +22,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs(example: Path, tmp_path: Path, cache: Path) -> None:
     lines = example.read_text().splitlines()
     assert len(lines) < 60
