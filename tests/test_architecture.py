@@ -38,7 +38,7 @@ CORE_IMPORTS = {"numpy", "torch"}
 ADAPTED_IMPORTS: dict[str, set[str]] = {
     "cli": {"rich", "typer"},
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn"},
-    "report": {"matplotlib"},
+    "report": {"jinja2", "markupsafe", "matplotlib", "plotly"},
     "runlog": {"safetensors"},
     "trackers": {"mlflow", "wandb"},
     "vector": {"triton"},
