@@ -41,6 +41,7 @@ ADAPTED_IMPORTS: dict[str, set[str]] = {
     "report": {"jinja2", "markupsafe", "matplotlib", "plotly"},
     "runlog": {"safetensors"},
     "trackers": {"mlflow", "wandb"},
+    "vector": {"triton"},
 }
 
 
