@@ -153,9 +153,11 @@ def browser(*, dark: bool = False, width: int = 1280, height: int = 900) -> Any:
 
 def open_in_browser(page: Path) -> dict[str, int]:
     """Milliseconds until the page was loaded, and until the charts in view were drawn."""
-    driver = browser()
+    # A window as high as two and a half screens: the charts behind the summary are in view.
+    driver = browser(height=2400)
     if driver is None:
         return {}
+    driver.set_script_timeout(120)
     try:
         driver.get(page.resolve().as_uri())
         drawn = driver.execute_async_script(

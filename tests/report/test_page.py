@@ -82,14 +82,14 @@ def test_the_page_opens_without_errors_and_requests(page, dark, width):
         pytest.skip("no chromium and chromedriver here: `make browser` installs them")
     try:
         driver.get(page.resolve().as_uri())
-        count = "return document.querySelectorAll('.main-svg').length"
+        driver.set_script_timeout(60)
         driver.execute_async_script(
             "const done = arguments[0]; const places = [...document.querySelectorAll('.chart')];"
             "const next = () => places.length ? (places.shift().scrollIntoView(),"
-            " setTimeout(next, 60)) : setTimeout(done, 500); next();"
+            " setTimeout(next, 60)) : look();"
+            "const look = () => document.querySelector('.chart:not(.js-plotly-plot)')"
+            " ? setTimeout(look, 100) : done(); next();"
         )
-        charts = driver.execute_script("return document.querySelectorAll('.chart').length")
-        assert driver.execute_script(count) >= charts
         # Nothing sticks out to the side, on a phone neither.
         sides = "return [document.documentElement.scrollWidth, window.innerWidth]"
         inner, outer = driver.execute_script(sides)

@@ -63,7 +63,7 @@
     for (const entry of entries) {
       if (entry.isIntersecting) {
         watcher.unobserve(entry.target);
-        draw(entry.target);
+        setTimeout(draw, 0, entry.target); // one by one: the first is seen while others are drawn
       }
     }
   }, {rootMargin: "300px"});
