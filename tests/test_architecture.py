@@ -38,7 +38,7 @@ CORE_IMPORTS = {"numpy", "torch"}
 ADAPTED_IMPORTS: dict[str, set[str]] = {
     "cli": {"rich", "typer"},
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn"},
-    "flower": {"flwr", "ray"},
+    "flower": {"cryptography", "flwr", "httpx"},
     "report": {"matplotlib"},
     "runlog": {"safetensors"},
     "trackers": {"mlflow", "wandb"},

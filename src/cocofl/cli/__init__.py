@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from cocofl.cli.datasets import data_app
+from cocofl.cli.deploying import flower_app
 from cocofl.cli.profiling import profile, select
 from cocofl.cli.running import compare, evaluate, run
 from cocofl.errors import CocoflError
@@ -27,11 +28,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 SIMULATE, DEVICES, DATA = "Compare methods", "Ask what fits a device", "Look at data"
+DEPLOY = "Train on real devices"
 app.command(rich_help_panel=SIMULATE)(run)
 app.command(rich_help_panel=SIMULATE)(compare)
 app.command(rich_help_panel=SIMULATE)(evaluate)
 app.command(rich_help_panel=DEVICES)(profile)
 app.command(rich_help_panel=DEVICES)(select)
+app.add_typer(flower_app, name="flower", rich_help_panel=DEPLOY)
 app.add_typer(data_app, name="data", rich_help_panel=DATA)
 
 
