@@ -3,16 +3,19 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-slow lint types clean
+.PHONY: demo test test-slow test-faults lint types clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/one_device.py
 
 test: lint types
-	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow"
+	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow and not faults"
 
 test-slow: $(VENV)/installed
-	$(BIN)/pytest --numprocesses 2 --dist loadscope
+	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not faults"
+
+test-faults: $(VENV)/installed
+	$(BIN)/pytest -m faults -s tests/test_flower_faults.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
