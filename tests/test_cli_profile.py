@@ -132,4 +132,4 @@ def test_other_hardware_is_a_warning_that_names_both(run, tmp_path: Path) -> Non
 def test_an_unknown_model_names_the_nearest(run) -> None:
     failed = run("profile", "mobilnet", "--analytic")
     assert failed.returncode == 2
-    assert "nearest: mobilenet" in failed.stderr
+    assert "did you mean mobilenet" in failed.stderr

@@ -2,6 +2,7 @@
 
 from cocofl.budget import Budget
 from cocofl.chain import BlockChain, Wiring, split
+from cocofl.config import Experiment
 from cocofl.errors import (
     CannotLower,
     CannotSplit,
@@ -16,6 +17,7 @@ from cocofl.errors import (
     KernelMissing,
     NoFeasibleSpan,
 )
+from cocofl.experiment import Run, simulate
 from cocofl.fl.select import feasible, maximal
 from cocofl.freeze import FrozenNet, KernelPlan, Update, chain_state, freeze
 from cocofl.profiling import ProfileTable
@@ -27,6 +29,7 @@ __all__ = [
     "CannotLower",
     "CannotSplit",
     "CocoflError",
+    "Experiment",
     "FrozenNet",
     "InvalidBudget",
     "InvalidExample",
@@ -40,6 +43,7 @@ __all__ = [
     "NoFeasibleSpan",
     "ProfileTable",
     "Role",
+    "Run",
     "Span",
     "Update",
     "Wiring",
@@ -48,5 +52,6 @@ __all__ = [
     "feasible",
     "freeze",
     "maximal",
+    "simulate",
     "split",
 ]

@@ -68,8 +68,8 @@ def compare(
 ) -> Comparison:
     """Run every strategy with every seed on every split; runs go to folders below ``out``.
 
-    With an ``lr_grid`` each strategy first runs once per learning rate and split on a seed of its
-    own, and keeps the best; without one all use the experiment's.
+    With an ``lr_grid`` each strategy first runs once per learning rate, on the first split and a
+    seed of its own, and keeps the best; without one all use the experiment's.
     """
     own = executor or make_executor(experiment)
 
@@ -78,26 +78,28 @@ def compare(
         announce(f"{path.relative_to(out)}", one.rounds // central)
         return simulate(one, out=path, resume=resume, executor=own, watchers=watchers)
 
+    def best_rate(base: Experiment, folder: Path) -> float:
+        tried = {
+            rate: play(
+                base.changed({"training.lr": rate, "seed": TUNING_SEED}), folder / f"lr{rate:g}"
+            ).final["accuracy"]
+            for rate in lr_grid or ()
+        }
+        return max(tried, key=lambda rate: tried[rate]) if tried else base.training.lr
+
     rows: list[Row] = []
+    rates: dict[str, float] = {}
     tables: dict[str, str] = {}
     try:
         for split in splits or [experiment.data.split]:
             for strategy in strategies:
                 name = strategy.replace(":", ".")
-                options = (
-                    experiment.strategy.options if strategy == experiment.strategy.name else {}
-                )
+                ours = strategy == experiment.strategy.name
+                options = experiment.strategy.options if ours else {}
                 base = experiment.changed({"data.split": split}).with_strategy(strategy, **options)
-                lr = base.training.lr
-                if lr_grid:
-                    tried = {
-                        rate: play(
-                            base.changed({"training.lr": rate, "seed": TUNING_SEED}),
-                            out / split / "tuning" / f"{name}-lr{rate:g}",
-                        ).final["accuracy"]
-                        for rate in lr_grid
-                    }
-                    lr = max(tried, key=lambda rate: tried[rate])
+                if strategy not in rates:
+                    rates[strategy] = best_rate(base, out / "tuning" / name)
+                lr = rates[strategy]
                 runs = [
                     play(
                         base.changed({"training.lr": lr, "seed": seed}),

@@ -41,8 +41,7 @@ from cocofl.fl.federation import Federation
 from cocofl.fl.local import Materials, Workshop
 from cocofl.fl.recipe import Recipe
 from cocofl.fl.strategies import STRATEGIES, Strategy
-from cocofl.freeze import KernelPlan, State, chain_state
-from cocofl.freeze.state import check_state
+from cocofl.freeze import KernelPlan, State, chain_state, check_state
 from cocofl.named import lookup, nearest
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,10 @@ Changes = Annotated[
     list[str] | None, typer.Option("--set", help="key=value, such as training.lr=0.05; repeatable.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where the run was interrupted.")]
+
+
+# What a comparison without a file changes of the quick start: many runs in a few minutes.
+QUICK = {"name": "digits", "rounds": 30, "evaluation.every": 10}
 
 
 def run(
@@ -85,7 +90,7 @@ def compare(
 
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
-    experiment = read_experiment(file, changes)
+    experiment = read_experiment(file, changes, QUICK if file is None else {})
     with ProgressBar(experiment) as bar:
         comparison = compare_strategies(
             experiment,
@@ -182,9 +187,11 @@ class ProgressBar:
         """Nothing is left to show."""
 
 
-def read_experiment(file: Path | None, changes: list[str] | None) -> Experiment:
+def read_experiment(
+    file: Path | None, changes: list[str] | None, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Experiment:
     """The file, or the quick start, with ``key=value`` changes."""
-    pairs: dict[str, Any] = {}
+    pairs = dict(defaults)
     for change in changes or []:
         key, equals, value = change.partition("=")
         if not equals:
@@ -210,7 +217,7 @@ def _words(text: str) -> list[str]:
 
 def _grid(text: str | None, *, default: bool) -> list[float] | None:
     if text is None:
-        return [0.03, 0.1, 0.3] if default else None
+        return [0.1, 0.3, 1.0] if default else None
     try:
         return [float(word) for word in _words(text)] or None
     except ValueError as error:

@@ -35,8 +35,12 @@ class Worker:
         sys.path[:] = path
 
     def prepare(self, materials: Materials, choices: dict[str, str]) -> None:
-        """Make a workshop for an experiment."""
-        self._workshop = Workshop(materials, KernelPlan(choices))
+        """Make a workshop for an experiment; the last one's will do if it is the same."""
+        last = self._workshop
+        if last is None or not last.materials.same_as(materials):
+            self._workshop = Workshop(materials, KernelPlan(choices))
+        elif last.plan.choices != choices:
+            last.plan = KernelPlan(choices)
 
     def state(self, packed: wire.Packed) -> None:
         """Keep the server's state for the requests that follow."""
@@ -72,6 +76,9 @@ def serve(requests: Connection, replies: Connection) -> None:
             name, arguments = requests.recv()
         except EOFError:
             return
+        if name == "state":  # nobody waits for an answer to this
+            worker.state(*arguments)
+            continue
         try:
             method: Callable[..., Any] = getattr(worker, name)
             reply = ("done", method(*arguments))

@@ -7,14 +7,18 @@ workers changes how long a round takes, and nothing else.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cocofl import errors
@@ -30,11 +34,15 @@ from cocofl.freeze import KernelPlan
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "MALLOC_TOP_PAD_": str(2**26),
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",
 }
+
+
+# A small model's state fits, so that writing it does not wait for the reader.
+PIPE_BYTES = 2**20
 
 
 def default_workers() -> int:
@@ -53,6 +61,9 @@ class _Channel:
         their_requests, our_requests = os.pipe()
         our_replies, their_replies = os.pipe()
         theirs = (their_requests, their_replies)
+        for fd in theirs:
+            with suppress(OSError):  # beyond the system's limit for a user's pipes
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cocofl.engine.worker", *map(str, theirs)],
             pass_fds=theirs,
@@ -106,6 +117,10 @@ class Workers:
     """An executor of several processes, which can serve one experiment after the other."""
 
     def __init__(self, count: int | None = None) -> None:
+        # Merging with several threads would take the cores from the workers, the longer as
+        # OpenMP's threads spin for a while when they have nothing left to do.
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         self._channels = [_Channel() for _ in range(count or default_workers())]
         self._all("path", sys.path)
 
@@ -145,9 +160,11 @@ class Workers:
         """End all workers."""
         for channel in self._channels:
             channel.close()
+        torch.set_num_threads(self._threads)
 
     def _share(self, state: State) -> None:
-        self._all("state", wire.pack(state))
+        packed = wire.pack(state)
+        self._each(lambda channel: channel.ask("state", packed))  # tasks follow at once
 
     def _all(self, name: str, *arguments: Any) -> None:
         self._each(lambda channel: channel.ask(name, *arguments))
@@ -158,23 +175,29 @@ class Workers:
             do(channel)
 
     def _scatter(self, name: str, requests: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-        """The answers in the order of the requests; a worker has one request at a time."""
-        waiting = iter(enumerate(requests))
-        busy: dict[Any, tuple[_Channel, int]] = {}
+        """The answers in the order of the requests.
+
+        A worker gets its next request before it has answered the last, so that it never waits for
+        this process; but not the last few, which go to whoever is free.
+        """
+        waiting = deque(enumerate(requests))
+        asked: dict[Any, deque[tuple[_Channel, int]]] = {c.replies: deque() for c in self._channels}
         answers: dict[int, Any] = {}
 
         def give(channel: _Channel) -> None:
-            for index, arguments in waiting:
-                channel.ask(name, *arguments)
-                busy[channel.replies] = channel, index
-                return
+            index, arguments = waiting.popleft()
+            channel.ask(name, *arguments)
+            asked[channel.replies].append((channel, index))
 
-        for channel in self._channels:
-            give(channel)
+        for _ in range(2):
+            for channel in self._channels:
+                if waiting and (not asked[channel.replies] or len(waiting) > len(self._channels)):
+                    give(channel)
         for index in range(len(requests)):
             while index not in answers:
-                for ready in wait(list(busy)):
-                    channel, done = busy.pop(ready)
+                for ready in wait([replies for replies, queue in asked.items() if queue]):
+                    channel, done = asked[ready].popleft()
                     answers[done] = channel.answer()
-                    give(channel)
+                    if waiting and (not asked[ready] or len(waiting) > len(self._channels)):
+                        give(channel)
             yield answers.pop(index)

@@ -67,6 +67,14 @@ class Materials:
     test: Split
     backend: str = "auto"
 
+    def same_as(self, other: Materials) -> bool:
+        """Whether a workshop made of these can do what one made of the others can."""
+        return (self.subject, self.recipe, self.backend) == (
+            other.subject,
+            other.recipe,
+            other.backend,
+        ) and (self.train.path, self.test.path) == (other.train.path, other.test.path)
+
 
 class Workshop:
     """Models by width, built and split once; the data; the kernel plan that all workshops obey."""
@@ -75,6 +83,7 @@ class Workshop:
         self.materials, self.recipe = materials, materials.recipe
         self.plan = KernelPlan() if plan is None else plan
         self.loss = self.recipe.loss_function()
+        self._checked: Mapping[str, Tensor] | None = None
         self._build = cache(self._build_at)
         self.chain = cache(self._chain_at)
         self.places = cache(self._places_of)
@@ -122,7 +131,14 @@ class Workshop:
         """The network at a width with nothing frozen; the state may have more than it needs."""
         chain = self.chain(width)
         own = {key: state[key] for key in chain.state_dict() if key in state}
-        return freeze(chain, Span(0, len(chain)), variant="f", state=own)
+        checked = self.has_checked(state)
+        return freeze(chain, Span(0, len(chain)), variant="f", state=own, state_is_checked=checked)
+
+    def has_checked(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether this very state, the server's, was used here before; from now on it was."""
+        seen = self._checked is state
+        self._checked = state
+        return seen
 
     def resolve_plan(self, state: State) -> None:
         """Choose the kernel of every int8 operation: each block once frozen, once passing."""

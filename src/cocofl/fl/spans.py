@@ -32,6 +32,7 @@ class SpanWork:
             backend=workshop.materials.backend,
             state=state,
             plan=workshop.plan,
+            state_is_checked=workshop.has_checked(state),
         )
         net.train()
         trained = [p for p in net.parameters() if p.requires_grad]

@@ -3,7 +3,7 @@
 from cocofl.freeze.kernels import KERNELS
 from cocofl.freeze.net import BACKENDS, VARIANTS, FrozenNet, freeze
 from cocofl.freeze.plan import KernelPlan
-from cocofl.freeze.state import State, Update, chain_state
+from cocofl.freeze.state import State, Update, chain_state, check_state
 
 __all__ = [
     "BACKENDS",
@@ -14,5 +14,6 @@ __all__ = [
     "State",
     "Update",
     "chain_state",
+    "check_state",
     "freeze",
 ]

@@ -40,6 +40,7 @@ def freeze(
     headroom: float = HEADROOM,
     weight_bits: int | None = None,
     plan: KernelPlan | None = None,
+    state_is_checked: bool = False,
 ) -> FrozenNet:
     """A network that trains the blocks of ``span`` in float32 and runs the others frozen.
 
@@ -47,6 +48,7 @@ def freeze(
     ``qff`` also computes the frozen blocks in int8. ``state`` is what the server sent (by
     default the chain's own weights). ``backend`` names the int8 kernels; ``auto`` measures and
     picks the fastest per operation, and obeys ``plan`` where that has chosen already.
+    ``state_is_checked`` saves looking at every tensor again for each device of a round.
     The chain is left untouched.
 
     >>> from cocofl import split
@@ -72,7 +74,8 @@ def freeze(
     lowered = lower(chain)
     if state is None:
         state = chain_state(chain)
-    check_state(chain, state, lowered)
+    if not state_is_checked:
+        check_state(chain, state, lowered)
     if variant != "qff":
         parts = _float_parts(chain, span, state, lowered, fuse=variant == "ff")
     else:

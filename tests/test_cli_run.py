@@ -1,0 +1,95 @@
+"""The commands that simulate, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cocofl.config import Experiment
+from cocofl.errors import InvalidSetting
+from cocofl.trackers import tracker
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+TINY = """
+name = "tiny"
+rounds = 2
+model = {options = {tiny = true}}
+devices = {count = 6, per_round = 3}
+engine = {kernels = "reference", workers = 1}
+"""
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Call:
+    (tmp_path / "tiny.toml").write_text(TINY)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).with_name("cocofl")), *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_run_then_resume_then_evaluate(call: Call, tmp_path: Path) -> None:
+    done = call("run", "tiny.toml", "--set", "training.lr=0.05", "--track", "tensorboard")
+    assert done.returncode == 0, done.stderr
+    assert "accuracy of weak" in done.stdout
+    assert "analytic: nothing was measured" in done.stdout
+    assert done.stderr == ""  # no progress bar, no noise, where nobody looks
+    assert list((tmp_path / "runs/tiny-tensorboard").iterdir())
+    again = call("run", "tiny.toml", "--set", "training.lr=0.05")
+    assert again.returncode == 2
+    assert "exists already; continue it with --resume" in again.stderr
+    resumed = call("run", "tiny.toml", "--set", "training.lr=0.05", "--resume", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    summary = json.loads(resumed.stdout)
+    assert summary["rounds"] == 2
+    tested = call("evaluate", "runs/tiny", "--json")
+    assert json.loads(tested.stdout)["accuracy"] == summary["accuracy"]
+
+
+def test_compare_prints_one_table(call: Call, tmp_path: Path) -> None:
+    words = ["--strategies", "cocofl,fedavg-full", "--seeds", "2", "--lr-grid", "0.1,0.2"]
+    done = call("compare", "tiny.toml", *words, "--out", "both", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [(row["strategy"], row["split"]) for row in found["rows"]] == [
+        ("cocofl", "rc"),
+        ("fedavg-full", "rc"),
+    ]
+    assert {row["lr"] for row in found["rows"]} <= {0.1, 0.2}
+    runs = {str(p.parent.relative_to(tmp_path / "both")) for p in tmp_path.rglob("model.*")}
+    assert "rc/cocofl/seed1" in runs
+    assert "tuning/fedavg-full/lr0.2" in runs
+    resumed = call("compare", "tiny.toml", *words, "--out", "both", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "the best of 0.1, 0.2 in a run of another seed" in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "missing.toml"], "cannot read missing.toml"),
+        (["run", "--set", "training.lr"], "expected key=value"),
+        (["run", "--set", "trainin.lr=1"], "unknown key trainin (did you mean training?)"),
+        (["run", "tiny.toml", "--track", "tensorbord"], "did you mean tensorboard"),
+        (["compare", "tiny.toml", "--lr-grid", "fast"], "--lr-grid fast"),
+        (["evaluate", "."], "is not a run folder"),
+    ],
+)
+def test_mistakes_exit_with_2_and_one_message(call: Call, words: list[str], message: str) -> None:
+    failed = call(*words)
+    assert failed.returncode == 2
+    assert message in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_a_tracker_whose_library_is_missing_says_how_to_get_it(tmp_path: Path) -> None:
+    for name in ("wandb", "mlflow"):
+        with pytest.raises(InvalidSetting, match=f"pip install '{name}'"):
+            tracker(name, Experiment(), tmp_path)
