@@ -195,7 +195,11 @@ def soak(folder: Path, rounds: int, kills: random.Random | None) -> dict[str, An
             if kills is not None and done % 10 == 0:
                 victim = kills.randrange(3)
                 time.sleep(kills.uniform(0, 3))
-                kill_group(nodes[victim])
+                # Now the device as a whole, now the SuperNode alone.
+                os.kill(nodes[victim].pid, signal.SIGKILL)
+                if killed % 2 == 0:
+                    kill_group(nodes[victim])
+                nodes[victim].wait()
                 killed += 1
                 nodes[victim] = start(network, victim)
         await_run(network, run_id, run)

@@ -25,9 +25,10 @@ def shared_facts(dataset: DataSet) -> dict[str, Any]:
 
 def with_shared_facts(dataset: DataSet, facts: Mapping[str, Any]) -> DataSet:
     """A device's data, read as the server's is."""
-    shared = {name: tuple(facts[name]) for name in ("class_names", "mean", "std")}
+    names, mean, std = (tuple(facts[name]) for name in ("class_names", "mean", "std"))
 
     def read_alike(split: Split) -> Split:
-        return replace(split, facts=replace(split.facts, **shared))
+        alike = replace(split.facts, class_names=names, mean=mean, std=std)
+        return replace(split, facts=alike)
 
     return replace(dataset, train=read_alike(dataset.train), test=read_alike(dataset.test))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -105,6 +105,7 @@ def ask(
     messages: Sequence[Message],
     timeout_s: float | None = None,
     poll_s: float = 0.5,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> list[Reply]:
     """Send messages and wait for the replies, in the order of the messages.
 
@@ -119,7 +120,7 @@ def ask(
             for reply in _fetched(grid, message_id):
                 replies[index] = reply
                 open_ids.pop(message_id, None)
-        if not open_ids or time.monotonic() >= end:
+        if not open_ids or time.monotonic() >= end or is_over():
             break
         time.sleep(poll_s)
     return replies

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -72,11 +72,12 @@ def simulate(
     cluster.
     """
     outcome: list[Run | Exception] = []
+    over = Event()
     server = ServerApp()
 
     @server.main()
     def main(grid: Grid, _context: Context) -> None:
-        executor = OnFlower(grid, experiment)
+        executor = OnFlower(grid, experiment, over)
         try:
             run = simulate_with(
                 experiment, out=out, resume=resume, executor=executor, watchers=watchers
@@ -87,12 +88,15 @@ def simulate(
         finally:
             executor.close()
 
-    run_simulation(
-        server,
-        client_app=node,
-        num_supernodes=experiment.devices.per_round,
-        backend_config=_backend(experiment.engine.workers or default_workers()),
-    )
+    try:
+        run_simulation(
+            server,
+            client_app=node,
+            num_supernodes=experiment.devices.per_round,
+            backend_config=_backend(experiment.engine.workers or default_workers()),
+        )
+    finally:
+        over.set()  # if Ray is gone, the server's thread must not wait for it
     (found,) = outcome
     if isinstance(found, Exception):
         raise found
@@ -111,8 +115,8 @@ def _backend(workers: int) -> dict[str, Any]:
 class OnFlower:
     """An executor whose devices are trained by the nodes of a grid."""
 
-    def __init__(self, grid: Grid, experiment: Experiment) -> None:
-        self._grid, self._experiment = grid, experiment.to_toml()
+    def __init__(self, grid: Grid, experiment: Experiment, over: Event) -> None:
+        self._grid, self._experiment, self._over = grid, experiment.to_toml(), over
         self._here = InProcess()
 
     def prepare(self, materials: Materials, plan: KernelPlan) -> None:
@@ -163,11 +167,12 @@ class OnFlower:
     def _nodes(self, count: int) -> list[int]:
         """As many nodes; at the start some may still be on their way."""
         while len(found := list(self._grid.get_node_ids())) < count:
-            time.sleep(0.05)
+            if self._over.wait(0.05):
+                raise NodeFailed("Flower's simulation has ended")
         return sorted(found)[:count]
 
     def _replies(self, messages: Sequence[Message]) -> list[Message]:
-        replies = ask(self._grid, messages, poll_s=0.02)
+        replies = ask(self._grid, messages, poll_s=0.02, is_over=self._over.is_set)
         good = [reply for reply in replies if isinstance(reply, Message) and not reply.has_error()]
         if len(good) < len(messages):
             bad = next(reply for reply in replies if reply not in good)
