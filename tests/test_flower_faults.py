@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -139,15 +138,7 @@ def test_a_node_killed_in_training_comes_back(tmp_path: Path) -> None:
 
 def server_app(network: Loopback) -> int:
     """The ServerApp's process, which the SuperLink started."""
-    listing = subprocess.run(
-        ["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()[1:]
-    rows = [line.split(maxsplit=2) for line in listing]
-    (pid,) = [
-        int(pid)
-        for pid, group, words in rows
-        if int(group) == network.link.pid and "flwr-serverapp" in words
-    ]
+    (pid,) = [pid for pid, words in network.processes().items() if "flwr-serverapp" in words]
     return pid
 
 
@@ -171,12 +162,14 @@ def test_a_server_killed_resumes_without_losing_a_round(tmp_path: Path) -> None:
     remember(test="server killed", rounds=len(rounds), killed_after=len(kept), lost_rounds=0)
 
 
-def memory_mb(pid: int) -> float:
-    """The resident memory of a process and all its children."""
-    found = subprocess.run(
-        ["ps", "-eo", "pid,pgid,rss"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()[1:]
-    return sum(int(rss) for _, group, rss in map(str.split, found) if int(group) == pid) / 1024
+def memory_mb(network: Loopback) -> float:
+    """What the SuperLink and the ServerApp hold; ClientApps live for one message each."""
+    total = 0
+    for pid, words in network.processes().items():
+        if "flower-superlink" in words or "flwr-serverapp" in words:
+            status = Path(f"/proc/{pid}/status").read_text()
+            total += int(status.partition("VmRSS:")[2].split()[0])
+    return total / 1024
 
 
 def soak(folder: Path, rounds: int, kills: random.Random | None) -> dict[str, Any]:
@@ -191,7 +184,7 @@ def soak(folder: Path, rounds: int, kills: random.Random | None) -> dict[str, An
         for done in range(1, rounds):
             await_rounds(run, done, within_s=3600)
             if done % 5 == 0:
-                memory.append(memory_mb(network.link.pid))
+                memory.append(memory_mb(network))
             if kills is not None and done % 10 == 0:
                 victim = kills.randrange(3)
                 time.sleep(kills.uniform(0, 3))
@@ -203,8 +196,7 @@ def soak(folder: Path, rounds: int, kills: random.Random | None) -> dict[str, An
                 killed += 1
                 nodes[victim] = start(network, victim)
         await_run(network, run_id, run)
-        groups = [process.pid for process in nodes.values()] + [network.link.pid]
-    left = [group for group in groups if memory_mb(group) > 0]
+    left = network.processes()
     metrics = RunFolder(run).metrics()
     return {
         "rounds": len(metrics),

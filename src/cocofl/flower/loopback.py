@@ -128,12 +128,34 @@ class Loopback:
         for process in reversed(self._processes):
             _signal_group(process, signal.SIGTERM)
         end = time.monotonic() + 8
-        while time.monotonic() < end and any(p.poll() is None for p in self._processes):
+        while time.monotonic() < end and self._alive():
             time.sleep(0.1)
         for process in self._processes:
             _signal_group(process, signal.SIGKILL)
             process.wait()
+        while left := self.processes():
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
         self._processes.clear()
+
+    def _alive(self) -> bool:
+        return any(p.poll() is None for p in self._processes) or bool(self.processes())
+
+    def processes(self) -> dict[int, str]:
+        """All processes of the deployment with their commands; Flower starts some by itself.
+
+        They are known by their environment (on Linux; elsewhere none is found).
+        """
+        mark = f"FLWR_HOME={self.folder / 'home'}".encode()
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(entry.name)] = words.decode(errors="replace")
+        return found
 
     def environment(self) -> dict[str, str]:
         """Of all processes: nothing is sent to anybody, nothing is installed, nothing is shared."""
