@@ -155,6 +155,11 @@ def make_executor(experiment: Experiment) -> Executor:
     kind = experiment.engine.kind
     if kind in ("auto", "serial"):
         return Workers(experiment.engine.workers or None)
+    if kind == "flower":
+        raise InvalidExperiment(
+            "engine.kind flower runs inside Flower: use `cocofl run --engine flower`, or "
+            "cocofl.flower.simulation.simulate(experiment)"
+        )
     raise InvalidExperiment(f"engine.kind {kind!r} is not available here; expected serial")
 
 
