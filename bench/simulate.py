@@ -28,10 +28,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from cocofl.allocator import keep_freed_memory
 from cocofl.data import Partition, load
 from cocofl.engine.executor import InProcess
 from cocofl.engine.rounds import Evaluation, Job, Schedule, play_round
-from cocofl.engine.workers import ENVIRONMENT, Workers
+from cocofl.engine.workers import Workers
 from cocofl.fl.devices import Group, make_devices
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
@@ -136,15 +137,14 @@ _BARE: dict[str, Any] = {}
 
 
 class BareProcess:
-    """The bare loop in a process of its own, with an environment of its own."""
+    """The bare loop in a process of its own."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str]) -> None:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--serve", f"{theirs_in},{theirs_out}", *arguments],
             pass_fds=(theirs_in, theirs_out),
-            env=os.environ | environment,
         )
         self._out = Connection(ours_out, readable=False)
         self._in = Connection(ours_in, writable=False)
@@ -192,12 +192,7 @@ def children_mb() -> float:
 
 def against_bare_loop(workload: str, rounds: int, plain_malloc: bool) -> None:
     model, n_devices, per_round, n_images, limit = WORKLOADS[workload]
-    environment = (
-        {}
-        if plain_malloc
-        else {key: value for key, value in ENVIRONMENT.items() if key.startswith("MALLOC")}
-    )
-    bare = BareProcess([workload], environment)
+    bare = BareProcess([workload, *(["--plain-malloc"] if plain_malloc else [])])
     workers = Workers(2)
     try:
         play = our_round(make_job(model, n_devices, per_round, n_images), workers)
@@ -253,6 +248,8 @@ def main() -> None:
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
     if args.serve:
+        if not args.plain_malloc:
+            keep_freed_memory()
         serve(args.serve, args.workload)
         return
     with tempfile.TemporaryDirectory() as cache:

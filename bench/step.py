@@ -11,7 +11,6 @@ one disturbs all, and each ratio is the median over rounds of (this step / full 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import statistics
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from cocofl import KernelPlan, Span, chain_state, freeze, split
+from cocofl.allocator import keep_freed_memory
 from cocofl.freeze import VARIANTS, State
 from cocofl.models import MODELS
 from cocofl.profiling.subject import training_step
@@ -69,14 +69,6 @@ def trained_a_little(name: str, x: Tensor, y: Tensor) -> tuple[nn.Module, State]
     weights = {key: value for key, value in state.items() if not key.startswith("scales.")}
     model.load_state_dict(weights, strict=False)
     return model, state
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse large blocks instead of handing them back to the kernel after each step."""
-    libc = ctypes.CDLL(None)
-    m_trim_threshold, m_mmap_threshold = -1, -3
-    libc.mallopt(m_mmap_threshold, 1 << 30)
-    libc.mallopt(m_trim_threshold, -1)
 
 
 def arguments() -> argparse.Namespace:

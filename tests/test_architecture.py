@@ -28,7 +28,7 @@ FLOORS = [
     {"chain"},
     {"models", "data"},
     {"numerics"},
-    {"span", "budget", "rng", "named"},
+    {"allocator", "budget", "named", "rng", "span"},
     {"errors"},
 ]
 LEVEL = {room: level for level, floor in enumerate(FLOORS) for room in floor}

@@ -65,10 +65,10 @@ def test_compare_prints_one_table(call: Call, tmp_path: Path) -> None:
     assert {row["lr"] for row in found["rows"]} <= {0.1, 0.2}
     runs = {str(p.parent.relative_to(tmp_path / "both")) for p in tmp_path.rglob("model.*")}
     assert "rc/cocofl/seed1" in runs
-    assert "tuning/fedavg-full/lr0.2" in runs
+    assert "rc/tuning/fedavg-full/lr0.2" in runs
     resumed = call("compare", "tiny.toml", *words, "--out", "both", "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert "the best of 0.1, 0.2 in a run of another seed" in resumed.stdout
+    assert "the best of 0.1, 0.2, by another seed" in resumed.stdout
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,9 @@ def compare(
 ) -> Comparison:
     """Run every strategy with every seed on every split; runs go to folders below ``out``.
 
-    With an ``lr_grid`` each strategy first runs once per learning rate, on the first split and a
-    seed of its own, and keeps the best; without one all use the experiment's.
+    With an ``lr_grid`` each strategy first runs once per learning rate on each split, two thirds
+    of the rounds and with a seed of its own, and keeps the best; without one all use the
+    experiment's.
     """
     own = executor or make_executor(experiment)
 
@@ -79,16 +80,16 @@ def compare(
         return simulate(one, out=path, resume=resume, executor=own, watchers=watchers)
 
     def best_rate(base: Experiment, folder: Path) -> float:
+        shorter = base.changed({"seed": TUNING_SEED, "rounds": max(1, base.rounds * 2 // 3)})
         tried = {
-            rate: play(
-                base.changed({"training.lr": rate, "seed": TUNING_SEED}), folder / f"lr{rate:g}"
-            ).final["accuracy"]
+            rate: play(shorter.changed({"training.lr": rate}), folder / f"lr{rate:g}").final[
+                "accuracy"
+            ]
             for rate in lr_grid or ()
         }
         return max(tried, key=lambda rate: tried[rate]) if tried else base.training.lr
 
     rows: list[Row] = []
-    rates: dict[str, float] = {}
     tables: dict[str, str] = {}
     try:
         for split in splits or [experiment.data.split]:
@@ -97,9 +98,7 @@ def compare(
                 ours = strategy == experiment.strategy.name
                 options = experiment.strategy.options if ours else {}
                 base = experiment.changed({"data.split": split}).with_strategy(strategy, **options)
-                if strategy not in rates:
-                    rates[strategy] = best_rate(base, out / "tuning" / name)
-                lr = rates[strategy]
+                lr = best_rate(base, out / split / "tuning" / name)
                 runs = [
                     play(
                         base.changed({"training.lr": lr, "seed": seed}),

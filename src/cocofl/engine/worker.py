@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cocofl.allocator import keep_freed_memory
 from cocofl.engine import wire
 from cocofl.errors import CocoflError
 from cocofl.fl.local import Materials, Workshop
@@ -94,6 +95,7 @@ def serve(requests: Connection, replies: Connection) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    keep_freed_memory()
     # What is printed here must not mix with the parent's output.
     os.dup2(2, 1)
     serve(

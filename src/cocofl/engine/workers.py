@@ -28,15 +28,10 @@ from cocofl.fl.local import Materials, Task
 from cocofl.fl.merge import Contribution, State
 from cocofl.freeze import KernelPlan
 
-# One thread per worker. Memory that a step frees is kept for the next one: under glibc's defaults
-# large tensors come fresh from the kernel every time, and a step of MobileNet spends a fifth of
-# its time in page faults. Compiled oneDNN kernels are kept for as many shapes as a run may have.
+# One thread per worker; and oneDNN keeps compiled kernels for as many shapes as a run may have.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**34),
-    "MALLOC_TOP_PAD_": str(2**26),
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",
 }
 

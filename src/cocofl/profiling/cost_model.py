@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cocofl.allocator import keep_freed_memory
 from cocofl.errors import InvalidSpan
 from cocofl.freeze import FrozenNet, KernelPlan, freeze
 from cocofl.profiling.analytic import DEVICES, BlockWork, block_seconds, block_work, role_of
@@ -91,6 +92,7 @@ def fast_table(settings: Settings) -> Iterator[Progress | ProfileTable]:
     # Dozens of networks take turns here, more than oneDNN's cache of compiled primitives holds by
     # default. It is read when oneDNN computes for the first time in the process.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
+    keep_freed_memory()
     torch.set_num_threads(settings.threads)
     if settings.method == "width":
         yield from _fast_widths(settings)

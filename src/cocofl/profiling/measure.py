@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from cocofl.allocator import keep_freed_memory
 from cocofl.errors import CocoflError, ProfilingFailed
 from cocofl.freeze import FrozenNet, freeze
 from cocofl.profiling.subject import Inputs, training_step
@@ -149,6 +150,7 @@ def _status_bytes(name: str) -> int:
 def main() -> None:
     """Measure one configuration, or prepare the workspace."""
     folder, what = Path(sys.argv[1]), sys.argv[2]
+    keep_freed_memory()
     try:
         if what == PREPARE:
             settings = Settings(**json.loads(sys.argv[3]))
