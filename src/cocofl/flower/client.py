@@ -25,6 +25,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
 from cocofl.fl.batches import n_batches
@@ -54,6 +55,7 @@ class Device:
 
     def __init__(self, node: Mapping[str, Any], node_id: int, settings: Mapping[str, Any]) -> None:
         torch.set_num_threads(int(node.get("threads", 1)))
+        keep_freed_memory()
         self._node = node
         experiment = _own_experiment(Experiment.parse(settings["experiment"]), node)
         dataset = with_shared_facts(load_data(experiment), settings["facts"])

@@ -25,6 +25,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 from numpy.typing import NDArray
 
+from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
 from cocofl.engine.executor import InProcess
 from cocofl.engine.rounds import Job, Watcher
@@ -230,5 +231,6 @@ def _assignment(settings: dict[str, Any]) -> tuple[Workshop, Task]:
 def _job(experiment: str, plan: str) -> tuple[Job, Workshop]:
     """Kept while requests are of one experiment: a process serves many devices."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     job = Setup(Experiment.parse(tomllib.loads(experiment))).job()
     return job, Workshop(job.materials, KernelPlan(json.loads(plan)))
