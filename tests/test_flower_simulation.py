@@ -34,6 +34,7 @@ def play(folder: Path, engine: str, *settings: str) -> tuple[Path, dict[str, Any
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,  # Ray that cannot start waits forever
     )
     assert done.returncode == 0, done.stderr
     return out, json.loads(done.stdout[done.stdout.index("{") :])
