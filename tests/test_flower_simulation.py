@@ -41,7 +41,7 @@ def on_flower(folder: Path, settings: list[str]) -> Path:
         timeout=300,  # Ray that cannot start waits forever
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["merged"] > 0
+    assert json.loads(done.stdout[done.stdout.index("{") :])["merged"] > 0
     return out
 
 
