@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "evaluation.every": 1,
     "engine.kernels": "reference",
     "flower.nodes": 3,
-    "flower.round_s": 20.0,
+    "flower.round_s": 40.0,
     "flower.wait_s": 600.0,
     "flower.resume": False,
 }
@@ -177,7 +177,7 @@ def soak(folder: Path, rounds: int, kills: random.Random | None) -> dict[str, An
     killed, memory = 0, []
     with Loopback(folder) as network:
         app, run = make_app(
-            network, rounds=rounds, evaluation__every=10, flower__nodes=2, flower__round_s=15.0
+            network, rounds=rounds, evaluation__every=10, flower__nodes=2, flower__round_s=30.0
         )
         nodes = {number: start(network, number) for number in range(3)}
         run_id = network.submit(app)

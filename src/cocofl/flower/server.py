@@ -35,6 +35,9 @@ from cocofl.runlog import Record, RunFolder
 
 logger = logging.getLogger("flwr")  # what is said here is in the log that `flwr log` shows
 
+# A message outlives its round a little: Flower's account of an expired one is no device's error.
+GRACE_S = 10.0
+
 app = ServerApp()
 
 
@@ -106,7 +109,7 @@ class Server:
         timeout_s = self._deployment.round_s
         messages = [
             # Whoever is late must not work through rounds that are over.
-            Message(request(record, settings), node, MessageType.TRAIN, ttl=timeout_s)
+            Message(request(record, settings), node, MessageType.TRAIN, ttl=timeout_s + GRACE_S)
             for node in nodes
         ]
         replies = ask(self._grid, messages, timeout_s)
