@@ -178,8 +178,20 @@ def with_more(message: Message) -> Message:
         (with_more, "rejected", "format"),
         (lambda m: ValueError("not a message at all"), "rejected", "format"),
         (lambda m: Message(Error(2, "it burns"), reply_to=m), "lost", "failed"),
+        (lambda m: Message(Error(3, "expired"), reply_to=m), "late", None),
     ],
-    ids=["silence", "garbage", "cut", "nan", "foreign", "type", "more", "unreadable", "error"],
+    ids=[
+        "silence",
+        "garbage",
+        "cut",
+        "nan",
+        "foreign",
+        "type",
+        "more",
+        "unreadable",
+        "error",
+        "old",
+    ],
 )
 def test_one_bad_device_spoils_no_round(
     tmp_path: Path, answer: Node, fate: str, reason: str | None, caplog

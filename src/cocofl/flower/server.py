@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Context, Message, MessageType
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from cocofl.config import Experiment
@@ -152,7 +153,7 @@ class Server:
 
     def _judge(self, answer: _Answer, reply: Reply, state: State) -> Contribution | None:
         """What a reply contributes; none for the many reasons there are."""
-        if reply is None:
+        if reply is None or _is_expiry(reply):
             return None
         try:
             if isinstance(reply, Exception):
@@ -186,6 +187,15 @@ class Server:
             return found
         order = stream(self.job.seed, "sample", round_index).permutation(len(found))
         return sorted(found[index] for index in order[: settings.per_round].tolist())
+
+
+def _is_expiry(reply: Reply) -> bool:
+    """Whether Flower only says that a message is too old: so is then whatever comes of it."""
+    return (
+        isinstance(reply, Message)
+        and reply.has_error()
+        and reply.error.code in (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+    )
 
 
 def _without_groups(job: Job) -> Job:
