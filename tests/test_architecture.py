@@ -42,6 +42,7 @@ ADAPTED_IMPORTS: dict[str, set[str]] = {
     "report": {"matplotlib"},
     "runlog": {"safetensors"},
     "trackers": {"mlflow", "wandb"},
+    "vector": {"triton"},
 }
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from cocofl.cli import main
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.trackers import tracker
 
-Call = Callable[..., subprocess.CompletedProcess[str]]
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Call = Callable[..., Done]
 TINY = """
 name = "tiny"
 rounds = 2
@@ -25,12 +32,16 @@ engine = {kernels = "reference", workers = 1}
 
 
 @pytest.fixture
-def call(tmp_path: Path) -> Call:
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
     (tmp_path / "tiny.toml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [str(Path(sys.executable).with_name("cocofl")), *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    def run(*words: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
 

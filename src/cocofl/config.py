@@ -20,6 +20,7 @@ from cocofl.fl.batches import LAST_BATCH
 from cocofl.fl.local import STATISTICS
 from cocofl.freeze import BACKENDS
 from cocofl.named import nearest
+from cocofl.vector import PRECISIONS
 
 ENGINES = ("auto", "serial", "cohort", "flower")
 
@@ -155,12 +156,17 @@ class EngineSettings:
     """Processes that train devices side by side; 0 for one per core."""
     kernels: str = "auto"
     checkpoint_every: int = 10
+    device: str = "auto"
+    """Where a cohort is computed: ``cuda``, ``cpu``, or ``auto`` for a GPU if there is one."""
+    precision: str = "tf32"
+    """How exactly a cohort multiplies on a GPU: ``fp32``, ``tf32`` or ``bf16``."""
 
     def __post_init__(self) -> None:
         _check_choice("engine.kind", self.kind, ENGINES)
         _check("engine.workers", self.workers, least=0)
         _check_choice("engine.kernels", self.kernels, BACKENDS)
         _check("engine.checkpoint_every", self.checkpoint_every, least=1)
+        _check_choice("engine.precision", self.precision, PRECISIONS)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from cocofl.chain import BlockChain
 from cocofl.config import Experiment
 from cocofl.data import DataSet, Partition, Rule
 from cocofl.data.origin import cache_dir
+from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Evaluation, Job, Schedule, Watcher, evaluate, run
 from cocofl.engine.workers import Workers
@@ -118,13 +119,13 @@ def simulate(
     setup = Setup(experiment)
     job = setup.job()
     folder = open_folder(path, experiment, resume=resume)
+    if folder.is_complete:
+        return Run(folder)
     own = executor or make_executor(experiment)
     try:
-        if not folder.is_complete:
-            folder.write_about(setup.about())
-            plan = machine_plan()
-            run(job, own, folder, plan, watchers)
-            remember_plan(KernelPlan.load(folder.path / "plan.json"))
+        folder.write_about(setup.about())
+        run(job, own, folder, machine_plan(), watchers)
+        remember_plan(KernelPlan.load(folder.path / "plan.json"))
     finally:
         if executor is None:
             own.close()
@@ -152,15 +153,17 @@ def evaluate_run(
 
 def make_executor(experiment: Experiment) -> Executor:
     """The executor that the experiment asks for."""
-    kind = experiment.engine.kind
-    if kind in ("auto", "serial"):
-        return Workers(experiment.engine.workers or None)
-    if kind == "flower":
-        raise InvalidExperiment(
-            "engine.kind flower runs inside Flower: use `cocofl run --engine flower`, or "
-            "cocofl.flower.simulation.simulate(experiment)"
-        )
-    raise InvalidExperiment(f"engine.kind {kind!r} is not available here; expected serial")
+    settings, has_gpu = experiment.engine, torch.cuda.is_available()
+    if settings.kind == "cohort" or (settings.kind == "auto" and has_gpu):
+        device = settings.device if settings.device != "auto" else ("cuda" if has_gpu else "cpu")
+        return CohortExecutor(device, precision=settings.precision)
+    if settings.kind in ("auto", "serial"):
+        return Workers(settings.workers or None)
+    assert settings.kind == "flower"
+    raise InvalidExperiment(
+        "engine.kind flower runs inside Flower: use `cocofl run --engine flower`, or "
+        "cocofl.flower.simulation.simulate(experiment)"
+    )
 
 
 def load_data(experiment: Experiment) -> DataSet:

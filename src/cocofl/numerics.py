@@ -77,15 +77,66 @@ def grid_for(scale: float, *, unsigned: bool = False, headroom: float = 1.0) -> 
     return Grid(step, MIDDLE)
 
 
+def levels(x: Tensor, per_step: Tensor | float, low: Tensor | int, high: Tensor | int) -> Tensor:
+    """``x`` in whole steps of its grid, halves to even; what the grid cannot hold saturates.
+
+    The one place where rounding happens. ``per_step`` is 1 / scale.
+    """
+    return torch.mul(x, per_step).round_().clamp_(low, high)  # type: ignore[arg-type]
+
+
 def quantize(x: Tensor, grid: Grid) -> Codes:
-    """Round to the nearest code, halves to even; what the grid cannot hold saturates."""
+    """Round to the nearest code."""
     offset = grid.zero_point - MIDDLE
-    rounded = torch.mul(x, 1.0 / grid.scale).round_()
-    rounded.clamp_(-grid.zero_point, LARGEST_CODE - grid.zero_point)
+    rounded = levels(x, 1.0 / grid.scale, -grid.zero_point, LARGEST_CODE - grid.zero_point)
     if offset:
         rounded += offset
     # PyTorch casts float to int8 five times faster than to uint8; the top bit tells them apart.
     return Codes(rounded.to(torch.int8).view(torch.uint8).bitwise_xor_(MIDDLE), grid)
+
+
+class StackedGrid(NamedTuple):
+    """A grid per device, each a tensor that broadcasts against the values; 0 per step is no grid.
+
+    Values held on it are not codes but the floats that codes stand for.
+    """
+
+    scale: Tensor
+    per_step: Tensor
+    low: Tensor
+    high: Tensor
+
+    def like(self, x: Tensor) -> StackedGrid:
+        """With as many axes as ``x``, the first of which is the device."""
+        return StackedGrid(*(t.view(-1, *[1] * (x.ndim - 1)) for t in self))
+
+
+def stacked_grid(scale: Tensor, unsigned: Tensor, headroom: float = 1.0) -> StackedGrid:
+    """What :func:`grid_for` gives, for one measured scale per device; NaN where there is no grid.
+
+    Computed in float64, so that codes agree with those on a :class:`Grid` of Python floats.
+    """
+    step = (headroom * scale.double()).clamp_min(_TINY)
+    step = torch.where(unsigned, step * SIGNED_LEVELS / LARGEST_CODE, step)
+    low = torch.where(unsigned, 0.0, -float(MIDDLE))
+    held = ~torch.isnan(scale)
+    return StackedGrid(
+        torch.where(held, step, 1.0).float(),
+        torch.where(held, 1.0 / step, 0.0).float(),
+        low.float(),
+        (low + LARGEST_CODE).float(),
+    )
+
+
+def snap(x: Tensor, grid: StackedGrid) -> Tensor:
+    """What codes on each device's grid stand for; ``x`` as it is where a device has no grid.
+
+    >>> grid = stacked_grid(torch.tensor([0.5, torch.nan]), torch.tensor([False, False]))
+    >>> snap(torch.tensor([[0.7], [0.7]]), grid).flatten().tolist()
+    [0.5, 0.699999988079071]
+    """
+    g = grid.like(x)
+    return torch.where(g.per_step > 0, levels(x, g.per_step, g.low, g.high) * g.scale, x)
 
 
 def quantize_on_the_fly(x: Tensor, *, unsigned: bool = False) -> Codes:

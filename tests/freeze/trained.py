@@ -32,7 +32,8 @@ def images_for(example: Tensor) -> tuple[Tensor, Tensor]:
     depends on which side of one rounding they fall.
     """
     pixels, labels = digits()
-    large = F.interpolate(pixels, size=example.shape[-2:], mode="bilinear").expand(-1, 3, -1, -1)
+    channels, *size = example.shape[1:]
+    large = F.interpolate(pixels, size=size, mode="bilinear").expand(-1, channels, -1, -1)
     noise = torch.randn(large.shape, generator=torch.Generator().manual_seed(1))
     return large + 0.3 * noise, labels
 

@@ -241,7 +241,7 @@ def test_settings_that_are_refused(arguments, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mobilnet", "nearest: mobilenet"),
+        ("mobilnet", "did you mean mobilenet"),
         ("no.such.module:net", "cannot import no.such.module:net"),
         ("{own}:none", "cannot import"),
         ("{own}:OWN", "cannot import"),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import Materials, Task, Workshop
 from cocofl.fl.merge import Contribution, State
+from cocofl.fl.strategies import Merge
 from cocofl.freeze import KernelPlan
 
 
@@ -32,6 +33,9 @@ class Executor(Protocol):
 
     def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
         """How often each true class was taken for each class, over chunks of the test data."""
+
+    def merger(self, merge: Merge) -> Merge:
+        """The strategy's merge, or one that gives the same from where the executor has things."""
 
     def close(self) -> None:
         """Let go of what the executor holds."""
@@ -64,6 +68,10 @@ class InProcess:
     def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
         """All chunks here."""
         return self._workshop.confusion(state, list(chunks), statistics)
+
+    def merger(self, merge: Merge) -> Merge:
+        """The strategy's own."""
+        return merge
 
     def close(self) -> None:
         """Give the threads back."""

@@ -150,7 +150,8 @@ def play_round(
             losses.append(sent.loss)
             yield sent
 
-    merged = job.strategy.merge(state, accepted(), workshop.places)
+    merge = executor.merger(job.strategy.merge)
+    merged = merge(state, accepted(), workshop.places)
     trained = time.perf_counter()
     record: Record = {
         "round": round_index + 1,

@@ -26,6 +26,7 @@ from cocofl.engine import wire
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import Materials, Task
 from cocofl.fl.merge import Contribution, State
+from cocofl.fl.strategies import Merge
 from cocofl.freeze import KernelPlan
 
 # One thread per worker; and oneDNN keeps compiled kernels for as many shapes as a run may have.
@@ -150,6 +151,10 @@ class Workers:
         requests = [(part, statistics) for part in parts if part]
         total: NDArray[np.int64] = sum(self._scatter("confusion", requests))
         return total
+
+    def merger(self, merge: Merge) -> Merge:
+        """The strategy's own."""
+        return merge
 
     def close(self) -> None:
         """End all workers."""

@@ -19,12 +19,19 @@ def affine(norm: nn.modules.batchnorm._BatchNorm) -> Affine:
     """The per-channel factor and offset of a BatchNorm that uses its running statistics."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    factor = torch.rsqrt(norm.running_var + norm.eps)
-    if norm.weight is not None:
-        factor = factor * norm.weight
-    offset = -norm.running_mean * factor
-    if norm.bias is not None:
-        offset = offset + norm.bias
+    return affine_of(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
+
+
+def affine_of(
+    mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Affine:
+    """The same from a norm's tensors."""
+    factor = torch.rsqrt(variance + eps)
+    if weight is not None:
+        factor = factor * weight
+    offset = -mean * factor
+    if bias is not None:
+        offset = offset + bias
     return Affine(factor.detach(), offset.detach())
 
 
@@ -33,8 +40,11 @@ def fold(
 ) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of ``layer`` followed by ``norm`` (eq. 4 of the paper)."""
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-    if norm is None:
-        return weight, bias
-    factor, offset = affine(norm)
+    return (weight, bias) if norm is None else fold_affine(weight, bias, affine(norm))
+
+
+def fold_affine(weight: Tensor, bias: Tensor | None, norm: Affine) -> tuple[Tensor, Tensor]:
+    """A layer's weight and bias with the affine map after it folded in."""
+    factor, offset = norm
     folded = weight * factor.view(-1, *[1] * (weight.ndim - 1))
     return folded, offset if bias is None else offset + bias * factor

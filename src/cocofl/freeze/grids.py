@@ -48,19 +48,29 @@ class Grids:
         """Whether the codes of this value start at zero."""
         return self._non_negative.issuperset(self._family.get(value, {value}))
 
+    def output_keys(self, value: str) -> tuple[str, ...]:
+        """The scales of which the largest makes a value's grid; none where it is not known."""
+        # A clamp or a reshape need not be measured, but what enters the family must be.
+        if scale_key(value, OUTPUT) not in self._scales:
+            return ()
+        keys = (scale_key(member, OUTPUT) for member in self._family.get(value, {value}))
+        return tuple(sorted(key for key in keys if key in self._scales))
+
+    def gradient_keys(self, value: str) -> tuple[str, ...]:
+        """The scale that makes the grid of a value's gradient, if it is known."""
+        key = scale_key(value, GRADIENT)
+        return (key,) if key in self._scales else ()
+
     def output(self, value: str) -> Grid | None:
         """The grid of a value, if its scale is known."""
-        known = [
-            self._scales.get(scale_key(member, OUTPUT))
-            for member in self._family.get(value, {value})
-        ]
-        scales = [scale for scale in known if scale is not None]
-        # A clamp or a reshape need not be measured, but what enters the family must be.
-        if self._scales.get(scale_key(value, OUTPUT)) is None or not scales:
-            return None
-        return grid_for(max(scales), unsigned=self.unsigned(value), headroom=self._headroom)
+        return self._grid(self.output_keys(value), unsigned=self.unsigned(value))
 
     def gradient(self, value: str) -> Grid | None:
         """The grid of a value's gradient, if its scale is known."""
-        scale = self._scales.get(scale_key(value, GRADIENT))
-        return None if scale is None else grid_for(scale, headroom=self._headroom)
+        return self._grid(self.gradient_keys(value), unsigned=False)
+
+    def _grid(self, keys: tuple[str, ...], *, unsigned: bool) -> Grid | None:
+        if not keys:
+            return None
+        scale = max(self._scales[key] for key in keys)
+        return grid_for(scale, unsigned=unsigned, headroom=self._headroom)

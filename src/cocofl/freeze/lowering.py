@@ -90,6 +90,8 @@ class NodeOp:
     layout: bool
     overwrites: bool
     names: dict[fx.Node, str]
+    drops: bool = False
+    """Whether this is a dropout, kept because some devices train the block and need it."""
 
 
 Operation = MapOp | ActOp | CatOp | NodeOp
@@ -160,24 +162,28 @@ _KEEP_SIGN = {
 }  # fmt: skip
 
 
-def lower(chain: BlockChain) -> tuple[LoweredBlock, ...]:
-    """The operations of every block of the chain."""
-    if chain not in _LOWERED:
+def lower(chain: BlockChain, *, keep_dropout: bool = False) -> tuple[LoweredBlock, ...]:
+    """The operations of every block of the chain.
+
+    A frozen dropout hands its input on and so is no operation, unless ``keep_dropout``.
+    """
+    known = _LOWERED.setdefault(chain, {})
+    if keep_dropout not in known:
         modes = {module: module.training for module in chain.modules()}
         chain.eval()
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                _LOWERED[chain] = tuple(_lower_chain(chain))
+                known[keep_dropout] = tuple(_lower_chain(chain, keep_dropout))
         finally:
             for module, training in modes.items():
                 module.training = training
-    return _LOWERED[chain]
+    return known[keep_dropout]
 
 
-_LOWERED: WeakKeyDictionary[BlockChain, tuple[LoweredBlock, ...]] = WeakKeyDictionary()
+_LOWERED: WeakKeyDictionary[BlockChain, dict[bool, tuple[LoweredBlock, ...]]] = WeakKeyDictionary()
 
 
-def _lower_chain(chain: BlockChain) -> Iterator[LoweredBlock]:
+def _lower_chain(chain: BlockChain, keep_dropout: bool) -> Iterator[LoweredBlock]:
     if chain.example is None:
         raise CannotLower(
             "freezing needs the shapes of a real batch; build the chain with "
@@ -197,7 +203,7 @@ def _lower_chain(chain: BlockChain) -> Iterator[LoweredBlock]:
                 )
         inputs = tuple(where[name] for name in wiring.inputs)
         heads = _heads(seen) if index == len(chain) - 1 else frozenset[fx.Node]()
-        lowered = _lower_block(index, seen, inputs, heads, positive)
+        lowered = _lower_block(index, seen, inputs, heads, positive, keep_dropout)
         positive |= lowered.non_negative
         yield lowered
         many = len(wiring.outputs) > 1
@@ -445,6 +451,7 @@ def _lower_block(
     inputs: tuple[str, ...],
     heads: frozenset[fx.Node],
     positive: frozenset[str],
+    keep_dropout: bool,
 ) -> LoweredBlock:
     block, watch = seen.block, seen.watch
     names: dict[fx.Node, str] = {}
@@ -462,6 +469,11 @@ def _lower_block(
             continue  # runs as part of the nodes that take it apart
         elif (source := passed_through(node, block)) is not None:
             names[node] = names[source]
+            if keep_dropout and not _is_identity(node, block):
+                names[node] = f"{index}.{node.name}"
+                operations.append(
+                    NodeOp(names[node], (node,), (names[source],), True, False, dict(names), True)
+                )
         else:
             names[node] = f"{index}.{node.name}"
             operations.append(_operation(node, block, dict(names), watch, node not in heads))
@@ -504,6 +516,15 @@ def passed_through(node: fx.Node, block: nn.Module) -> fx.Node | None:
     is_module = isinstance(kind, type) and issubclass(kind, _DropoutNd | nn.Identity)
     is_function = node.op == "call_function" and kind in _DROPOUTS
     return node.all_input_nodes[0] if is_module or is_function else None
+
+
+def _is_identity(node: fx.Node, block: nn.Module) -> bool:
+    """Whether it hands its input on even when trained."""
+    if node.op == "call_module":
+        module = block.get_submodule(str(node.target))
+        return not (isinstance(module, _DropoutNd) and bool(module.p))
+    given = dict(zip(("input", "p"), node.args, strict=False)) | node.kwargs
+    return bool(given.get("p") == 0)
 
 
 def _operation(

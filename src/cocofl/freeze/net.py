@@ -293,6 +293,35 @@ def integer_part(
     settings: IntegerSettings,
 ) -> Part:
     """Consecutive frozen blocks as one int8 region."""
+    borders = region_borders(chain, blocks, lowered)
+    region = IntegerRegion(
+        [(i, lowered[i], lowered[i].graph(twin(chain.blocks[i], state))) for i in blocks],
+        inputs=tuple(borders.taken.values()),
+        outputs=_one_or_many(borders.returned.values()),
+        scales=scales_of(state, lowered),
+        non_negative=frozenset[str]().union(*(low.non_negative for low in lowered)),
+        headroom=settings.headroom,
+        weight_bits=settings.weight_bits,
+        choose=settings.choose,
+        passing=role is Role.PASSING,
+    )
+    return Part(region, role, blocks, tuple(borders.taken), tuple(borders.returned))
+
+
+class RegionBorders(NamedTuple):
+    """What a run of blocks takes and returns: names in the chain, and what the region has them by.
+
+    What is returned may be a structure of several values.
+    """
+
+    taken: dict[str, str]
+    returned: dict[str, Any]
+
+
+def region_borders(
+    chain: BlockChain, blocks: range, lowered: Sequence[LoweredBlock]
+) -> RegionBorders:
+    """The values that enter and leave consecutive blocks."""
     produced: dict[str, Any] = {}  # by the name in the chain, what the region calls it
     taken: dict[str, str] = {}
     for index in blocks:
@@ -309,22 +338,11 @@ def integer_part(
                 f"{blocks.start} takes both; hand on one of them"
             )
     if blocks.stop == len(chain):
-        outputs = chain.wiring[-1].outputs
+        outputs: tuple[str, ...] = chain.wiring[-1].outputs
     else:
         later = {name for wiring in chain.wiring[blocks.stop :] for name in wiring.inputs}
         outputs = tuple(name for name in produced if name in later)
-    region = IntegerRegion(
-        [(i, lowered[i], lowered[i].graph(twin(chain.blocks[i], state))) for i in blocks],
-        inputs=tuple(taken.values()),
-        outputs=_one_or_many([produced[name] for name in outputs]),
-        scales=scales_of(state, lowered),
-        non_negative=frozenset[str]().union(*(low.non_negative for low in lowered)),
-        headroom=settings.headroom,
-        weight_bits=settings.weight_bits,
-        choose=settings.choose,
-        passing=role is Role.PASSING,
-    )
-    return Part(region, role, blocks, tuple(taken), outputs)
+    return RegionBorders(taken, {name: produced[name] for name in outputs})
 
 
 def _one_or_many(items: Iterable[Any]) -> Any:

@@ -18,6 +18,7 @@ from cocofl.freeze.gradient import InputGradient
 from cocofl.freeze.grids import Grids
 from cocofl.freeze.kernels import Geometry, Kernel, LinearMap, Prepared
 from cocofl.freeze.lowering import ActOp, CatOp, LoweredBlock, MapOp, Operation, ValueName
+from cocofl.freeze.speech import Speech
 from cocofl.freeze.steps import (
     ActStep,
     CatStep,
@@ -209,46 +210,33 @@ class _Compiler:
         self._borders = borders
         self._shapes, self._grids, self._bits = shapes, grids, weight_bits
         self._choose, self._passing = choose, passing
-        self._wanted = _wanted_as_codes(operations)
-        self._in_codes: set[str] = set()
-        self._gradient_in_codes: set[str] = set()
-        self._converted: dict[str, str] = {}
+        self._speech = Speech(operations)
 
     def compile(self, op: Operation, block: fx.GraphModule) -> tuple[list[Step], str]:
         """The steps of one operation, and the name of its kernel."""
         if isinstance(op, MapOp):
             return self._map(op, block)
         if isinstance(op, CatOp):
-            steps, inputs = self._as_codes(op.inputs)
-            self._in_codes.add(op.name)
-            self._gradient_in_codes.add(op.name)
+            steps, inputs = self._as_codes(op)
+            self._speech.make(op)
             grid, unsigned = self._grids.output(op.name), self._grids.unsigned(op.name)
             return [*steps, CatStep(op.name, inputs, op.dim, grid, unsigned=unsigned)], "codes"
-        moves = isinstance(op, ActOp) or op.layout
-        coded = moves and bool(op.inputs) and op.inputs[0] in self._in_codes
-        if coded:
-            self._in_codes.add(op.name)
+        coded = self._speech.make(op)
         if isinstance(op, ActOp):
-            if coded:
-                self._gradient_in_codes.add(op.name)
             return [ActStep(op.name, op.x, op.activation)], "codes" if coded else "float32"
         return [NodeStep(op, block)], "codes" if coded else "float32"
 
-    def _as_codes(self, values: Iterable[str]) -> tuple[list[Step], tuple[str, ...]]:
+    def _as_codes(self, op: MapOp | CatOp) -> tuple[list[Step], tuple[str, ...]]:
         """Steps that quantize what is float so far, and the names of the coded values."""
         steps: list[Step] = []
-        names = []
-        for value in values:
-            if value not in self._in_codes and value not in self._converted:
-                coded, unsigned = f"{value} as codes", self._grids.unsigned(value)
-                grid = None if value in self._borders else self._grids.output(value)
-                steps.append(ToCodes(coded, value, grid, unsigned=unsigned))
-                self._converted[value] = coded
-            names.append(self._converted.get(value, value))
-        return steps, tuple(names)
+        for value in self._speech.convert(op):
+            grid = None if value in self._borders else self._grids.output(value)
+            unsigned = self._grids.unsigned(value)
+            steps.append(ToCodes(self._speech.coded(value), value, grid, unsigned=unsigned))
+        return steps, tuple(map(self._speech.coded, op.inputs))
 
     def _map(self, op: MapOp, block: fx.GraphModule) -> tuple[list[Step], str]:
-        steps, inputs = self._as_codes(op.inputs)
+        steps, inputs = self._as_codes(op)
         weight, bias, geometry = _folded(op, block)
         unsigned_input = self._grids.unsigned(op.x)
         linear_map = LinearMap(
@@ -264,17 +252,14 @@ class _Compiler:
         if self._passing:
             backward, more = self._input_gradient(op, weight, geometry)
             names += more
-        as_codes = op.name in self._wanted
-        if as_codes:
-            self._in_codes.add(op.name)
-            self._gradient_in_codes.add(op.name)
+        as_codes = self._speech.make(op)
         targets = MapTargets(
             output=self._grids.output(op.name) if as_codes else None,
             as_codes=as_codes,
             unsigned=self._grids.unsigned(op.name),
             gradient=None if op.name in self._borders else self._grids.gradient(op.name),
             input_gradient=self._grids.gradient(op.x),
-            input_gradient_as_codes=op.x in self._gradient_in_codes,
+            input_gradient_as_codes=op.x in self._speech.gradients_in_codes,
             image_shape=self._shapes[op.x][1:] if self._passing and geometry else None,
         )
         run = kernel.prepare(linear_map)
@@ -293,17 +278,6 @@ class _Compiler:
 
         shapes = self._shapes[op.x], self._shapes[op.name]
         return InputGradient(weight, geometry, *shapes, prepare, self._bits), names
-
-
-def _wanted_as_codes(operations: Sequence[Operation]) -> set[str]:
-    """Values that an int8 operation reads, be it through a reshape or a ReLU."""
-    wanted: set[str] = set()
-    for op in reversed(operations):
-        if isinstance(op, MapOp | CatOp):
-            wanted.update(op.inputs)
-        elif op.name in wanted and op.inputs and (isinstance(op, ActOp) or op.layout):
-            wanted.add(op.inputs[0])
-    return wanted
 
 
 def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None, Geometry | None]:

@@ -139,7 +139,8 @@ class _Journal:
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self._path = path
-        head = {"settings": asdict(settings), "hardware": asdict(Hardware.here(settings.threads))}
+        facts = {"settings": asdict(settings), "hardware": asdict(Hardware.here(settings.threads))}
+        head = json.loads(json.dumps(facts))  # as it will be read: a tuple becomes a list
         if not path.exists():
             path.write_text(json.dumps(head) + "\n")
         elif (found := json.loads(path.read_text().splitlines()[0])) != head:

@@ -38,6 +38,8 @@ class Settings:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
+        # From JSON pairs come as lists.
+        object.__setattr__(self, "options", tuple((name, value) for name, value in self.options))
         for what, value, choices in (
             ("method", self.method, METHODS),
             ("variant", self.variant, VARIANTS),
@@ -100,9 +102,7 @@ def prepare(folder: Path, settings: Settings) -> None:
 
 def load_settings(folder: Path) -> Settings:
     """What the workspace was prepared for."""
-    found = json.loads((folder / _SETTINGS).read_text())
-    options = tuple((name, value) for name, value in found.pop("options"))
-    return Settings(**found, options=options)
+    return Settings(**json.loads((folder / _SETTINGS).read_text()))
 
 
 def load_plan(folder: Path) -> KernelPlan:

@@ -1,0 +1,313 @@
+"""The cohort executor: the devices of a round as one computation, on a GPU where there is one.
+
+It trains the same devices on the same mini-batches as workers do. Parameters stay on the GPU from
+round to round: the state that the round loop carries is a copy for checkpoints and tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cocofl.data import Split
+from cocofl.errors import InvalidSetting
+from cocofl.fl.batches import Ints
+from cocofl.fl.local import Materials, Task, Workshop
+from cocofl.fl.merge import SCALE_PREFIX, Contribution, Places, State, merge
+from cocofl.fl.recipe import Loss, Recipe, cross_entropy
+from cocofl.fl.spans import SpanWork
+from cocofl.fl.strategies import Merge
+from cocofl.freeze import KernelPlan
+from cocofl.span import Span
+from cocofl.vector import Cohort, DeviceWork, Program, Rows, Sgd, losses
+from cocofl.vector.memory import devices_that_fit
+from cocofl.vector.precision import Precision
+
+_SCALE_BYTES = 4
+
+
+class ResidentSplit:
+    """A split's samples on a device, as they are stored; images are normalised when asked for."""
+
+    def __init__(self, split: Split, on: torch.device) -> None:
+        facts = split.facts
+        self._is_image = facts.task == "image"
+        self._inputs = torch.from_numpy(np.array(split.inputs)).to(on)
+        self._labels = torch.from_numpy(np.array(split.labels, dtype=np.int64)).to(on)
+        if self._is_image:
+            mean, std = (np.asarray(values, np.float32) for values in (facts.mean, facts.std))
+            self._mean = torch.from_numpy(mean * np.float32(255)).to(on)
+            self._scale = torch.from_numpy(np.float32(1) / (std * np.float32(255))).to(on)
+
+    def __call__(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Inputs and labels at ``indices``, of any shape; images (…, channel, height, width)."""
+        stored = self._inputs[indices]
+        if self._is_image:
+            pixels = (stored.float() - self._mean) * self._scale
+            inputs = pixels.movedim(-1, -3)  # stored channels last, and so it stays in memory
+        else:
+            inputs = stored.long()
+        return (inputs,), self._labels[indices]
+
+
+@dataclass(frozen=True)
+class _Sent(Contribution):
+    """What a device of a cohort sends; its tensors are copied only if someone asks for them."""
+
+    size_bytes: int = 0
+    sound: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """The upload volume."""
+        return self.size_bytes
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether training went well."""
+        return self.sound
+
+
+class _RowTensors(Mapping[str, Tensor]):
+    """A device's update as a mapping, made when somebody looks into it."""
+
+    def __init__(self, make: Callable[[], State], rows: Rows) -> None:
+        self._make, self._made, self.rows = make, State(), rows
+
+    def _all(self) -> State:
+        if not self._made:
+            self._made = self._make()
+        return self._made
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._all()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
+class CohortExecutor:
+    """Trains devices together; what has no stacked form yet (widths), one after the other."""
+
+    def __init__(
+        self,
+        on: str | torch.device = "cuda",
+        *,
+        precision: str = "tf32",
+        devices: int | None = None,
+    ) -> None:
+        """``devices`` is how many train at once; by default as many as fit the GPU's memory."""
+        self._on, self._precision = torch.device(on), precision
+        self._devices = devices
+        if self._on.type == "cuda" and not torch.cuda.is_available():
+            raise InvalidSetting("the cohort engine was asked for a GPU, but there is none here")
+
+    def prepare(self, materials: Materials, plan: KernelPlan) -> None:
+        """Bring the data to the GPU and the chain into its stacked form."""
+        self._workshop = Workshop(materials, plan)
+        self._source = ResidentSplit(materials.train, self._on)
+        self._tests = ResidentSplit(materials.test, self._on)
+        self._classes = materials.test.facts.num_classes
+        self._cohort: Cohort | None = None
+        self._last: tuple[Mapping[str, Tensor], Rows] | None = None
+        self._model: nn.Module | None = None
+        self._sizes: dict[Span, int] = {}
+
+    def resolve_plan(self, state: State) -> KernelPlan:
+        """Nothing to choose: a cohort computes the reference arithmetic."""
+        del state
+        return self._workshop.plan
+
+    def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
+        """All devices that train spans at once, as far as memory goes."""
+        if not all(isinstance(task.work, SpanWork) for task in tasks):
+            yield from (self._workshop.train(task, state) for task in tasks)
+            return
+        if not tasks:
+            return
+        cohort = self._cohort_for(len(tasks))
+        rows = self._rows(cohort, state)
+        known = frozenset(key for key in cohort.program.sites.keys if key in state)
+        for first in range(0, len(tasks), cohort.devices):
+            yield from self._train_some(cohort, tasks[first : first + cohort.devices], rows, known)
+
+    def _train_some(
+        self, cohort: Cohort, tasks: Sequence[Task], rows: Rows, known: frozenset[str]
+    ) -> Iterator[Contribution]:
+        works = [_device_work(task) for task in tasks]
+        indices, valid = _mini_batches(
+            [self._workshop.batches(task) for task in tasks], cohort.batch
+        )
+        torch.manual_seed(int(tasks[0].rng("dropout").integers(2**63)))
+        cohort.train(rows, [known], works, indices, valid)
+        means = cohort.losses.tolist()
+        sound, scales = _are_finite(cohort), (~cohort.measured.isnan()).sum(1).tolist()
+        for d, (task, work) in enumerate(zip(tasks, works, strict=True)):
+            own = Rows(cohort.parameters[d], cohort.statistics[d], cohort.measured[d])
+            tensors = _RowTensors(partial(_update, cohort, d, work), own)
+            yield _Sent(
+                tensors=tensors,
+                samples=len(task.indices),
+                loss=means[d],
+                size_bytes=self._tensor_bytes(cohort, work.span) + _SCALE_BYTES * scales[d],
+                sound=sound[d] and bool(np.isfinite(means[d])),
+            )
+
+    def merger(self, strategy_merge: Merge) -> Merge:
+        """Merge whole rows on the GPU, where the strategy merges whole tensors."""
+        return self._merge if strategy_merge is merge else strategy_merge
+
+    def _merge(
+        self, state: Mapping[str, Tensor], contributions: Iterable[Contribution], places: Places
+    ) -> State:
+        """What :func:`cocofl.fl.merge.merge` gives, from rows instead of tensors by key."""
+        iterator = iter(contributions)
+        first = next(iterator, None)
+        if first is None or not isinstance(first.tensors, _RowTensors):
+            rest = [] if first is None else [first]
+            return merge(state, _chained(rest, iterator), places)
+        cohort = self._cohort
+        assert cohort is not None
+        old = self._rows(cohort, state)
+        changes = [torch.zeros_like(rows[0], dtype=torch.float64) for rows in old[:2]]
+        sums = torch.zeros_like(old.scales[0], dtype=torch.float64)
+        weights, samples = torch.zeros_like(sums), 0
+        for sent in _chained([first], iterator):
+            assert isinstance(sent.tensors, _RowTensors)
+            own, samples = sent.tensors.rows, samples + sent.samples
+            for change, new, before in zip(changes, own[:2], old[:2], strict=True):
+                change.add_(new.double() - before[0].double(), alpha=sent.samples)
+            told = ~torch.isnan(own.scales)
+            sums += torch.where(told, own.scales.double(), 0.0) * sent.samples
+            weights += told * sent.samples
+        moved = [
+            (before[0].double() + change / samples).to(before.dtype)[None]
+            for before, change in zip(old[:2], changes, strict=True)
+        ]
+        scales = torch.where(weights > 0, (sums / weights).float(), old.scales[0])
+        rows = Rows(moved[0], moved[1], scales[None])
+        merged = dict(state) | cohort.state_of(Rows(*(part.cpu() for part in rows)))
+        self._last = merged, rows
+        return merged
+
+    def _rows(self, cohort: Cohort, state: Mapping[str, Tensor]) -> Rows:
+        """The state as rows; usually they are where the last merge left them."""
+        if self._last is None or self._last[0] is not state:
+            self._last = state, cohort.rows_of([state])
+        return self._last[1]
+
+    def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
+        """One device after the other."""
+        return (self._workshop.statistics(task, state) for task in tasks)
+
+    def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
+        """All of the test data on the GPU."""
+        if statistics != "running":
+            return self._workshop.confusion(state, list(chunks), statistics)
+        if self._model is None:
+            model, _ = self._workshop.materials.subject.build()
+            self._model = model.to(self._on).eval().requires_grad_(False)
+        own = {key: t for key, t in state.items() if not key.startswith(SCALE_PREFIX)}
+        self._model.load_state_dict(own, strict=False)
+        counts = torch.zeros(self._classes**2, dtype=torch.long, device=self._on)
+        with torch.no_grad(), Precision.named(self._precision).active():
+            for chunk in chunks:
+                inputs, labels = self._tests(torch.from_numpy(chunk).to(self._on))
+                guesses = self._model(*inputs).flatten(0, -2)[:, : self._classes].argmax(1)
+                cells = labels.flatten() * self._classes + guesses
+                counts += torch.bincount(cells, minlength=self._classes**2)
+        found: NDArray[np.int64] = counts.view(self._classes, self._classes).cpu().numpy()
+        return found
+
+    def close(self) -> None:
+        """Let go of the GPU's memory."""
+        self._cohort = self._model = None
+
+    def _cohort_for(self, wanted: int) -> Cohort:
+        if self._cohort is None or (self._devices is None and self._cohort.devices < wanted):
+            chain, recipe = self._workshop.chain(), self._workshop.recipe
+            program = Program(chain, self._on) if self._cohort is None else self._cohort.program
+
+            def make(devices: int) -> Cohort:
+                return Cohort(
+                    chain,
+                    self._source,
+                    devices=devices,
+                    batch=recipe.batch,
+                    on=self._on,
+                    optimizer=_sgd(recipe),
+                    loss=_stacked(self._workshop.loss),
+                    precision=self._precision,
+                    program=program,
+                )
+
+            fitting = self._devices or devices_that_fit(make, wanted, self._on)
+            self._cohort = make(min(wanted, fitting))
+        return self._cohort
+
+    def _tensor_bytes(self, cohort: Cohort, span: Span) -> int:
+        if span not in self._sizes:
+            work = DeviceWork(span, "f", 0.0)
+            sent = cohort.update(0, work).items()
+            self._sizes[span] = sum(
+                t.nbytes for key, t in sent if key not in cohort.program.sites.place
+            )
+        return self._sizes[span]
+
+
+def _device_work(task: Task) -> DeviceWork:
+    assert isinstance(task.work, SpanWork)
+    return DeviceWork(task.work.span, task.work.variant, task.lr)
+
+
+def _mini_batches(
+    devices: Sequence[Sequence[Ints]], batch: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(step, device, sample) and how many of those count; what is missing repeats what is there."""
+    steps = max(map(len, devices))
+    indices = np.zeros((steps, len(devices), batch), np.int64)
+    valid = np.zeros((steps, len(devices)), np.int64)
+    for d, own in enumerate(devices):
+        for step, samples in enumerate(own):
+            indices[step, d] = np.resize(samples, batch)
+            valid[step, d] = len(samples)
+    return indices, valid
+
+
+def _sgd(recipe: Recipe) -> Sgd:
+    if recipe.optimizer != "sgd":
+        raise InvalidSetting(
+            f"the cohort engine knows the optimizer sgd, not {recipe.optimizer!r}; "
+            'use engine.kind = "serial"'
+        )
+    return Sgd(recipe.momentum, recipe.weight_decay, recipe.clip)
+
+
+def _stacked(loss: Loss) -> losses.StackedLoss:
+    return losses.cross_entropy if loss is cross_entropy else losses.one_by_one(loss)
+
+
+def _are_finite(cohort: Cohort) -> list[bool]:
+    rows = (cohort.parameters, cohort.statistics)
+    sound = torch.stack([torch.isfinite(r.sum(1)) for r in rows]).all(0)
+    found: list[bool] = sound.tolist()
+    return found
+
+
+def _update(cohort: Cohort, device: int, work: DeviceWork) -> State:
+    return {key: tensor.cpu() for key, tensor in cohort.update(device, work).items()}
+
+
+def _chained(first: Iterable[Contribution], rest: Iterator[Contribution]) -> Iterator[Any]:
+    yield from first
+    yield from rest

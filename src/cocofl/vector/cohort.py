@@ -1,0 +1,481 @@
+"""The devices of a round as one computation.
+
+A :class:`Cohort` has room for a number of devices and runs any devices, spans and variants in
+it: what differs between them are masks and numbers in its tensors, never the computation. So
+the step can be captured once as a CUDA graph and replayed for all rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cocofl.chain import BlockChain
+from cocofl.errors import InvalidSetting
+from cocofl.freeze import State
+from cocofl.numerics import HEADROOM
+from cocofl.span import Role, Span
+from cocofl.vector.folding import FoldedLayer, fold_layers
+from cocofl.vector.graphs import Graphs
+from cocofl.vector.instructions import Layer
+from cocofl.vector.losses import StackedLoss, cross_entropy
+from cocofl.vector.maps import Weights
+from cocofl.vector.optimizer import Sgd
+from cocofl.vector.precision import Precision
+from cocofl.vector.program import Program
+from cocofl.vector.rounding import RoundingPlan, RoundingTable, Tap
+from cocofl.vector.run import Roles, Run
+from cocofl.vector.slots import Slot
+
+# Rounds after which the scales that are known count as settled.
+_SETTLED = 3
+
+Source = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
+"""From sample numbers (device, sample) to the model's inputs and the labels."""
+
+
+class DeviceWork(NamedTuple):
+    """What one device does in a round."""
+
+    span: Span
+    variant: str
+    lr: float
+    state: int = 0
+    """Which of the round's states it begins with."""
+
+
+class Rows(NamedTuple):
+    """States as rows: (state, place). Scales are NaN where nobody has measured them."""
+
+    parameters: Tensor
+    statistics: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """What decides which computation a step is; all else are numbers in tensors."""
+
+    folds: bool
+    taps: frozenset[Tap]
+    on_the_fly: frozenset[Tap]
+
+
+class Cohort:
+    """Room for ``devices`` devices with mini-batches of ``batch`` samples of one chain."""
+
+    def __init__(
+        self,
+        chain: BlockChain,
+        source: Source,
+        *,
+        devices: int,
+        batch: int,
+        on: torch.device | str = "cpu",
+        optimizer: Sgd | None = None,
+        loss: StackedLoss = cross_entropy,
+        precision: str = "tf32",
+        headroom: float = HEADROOM,
+        capture: bool = True,
+        program: Program | None = None,
+    ) -> None:
+        self.on = torch.device(on)
+        self.devices, self.batch = devices, batch
+        self._optimizer = Sgd() if optimizer is None else optimizer
+        self._loss, self._source, self._headroom = loss, source, headroom
+        self._precision = Precision.named(precision)
+        self.program = Program(chain, self.on) if program is None else program
+        self._constants = {key: chain.state_dict()[key] for key in self.program.slots.constants}
+        slots, d = self.program.slots, devices
+
+        def rows(width: int, value: float = 0.0, dtype: torch.dtype = slots.dtype) -> Tensor:
+            return torch.full((d, width), value, dtype=dtype, device=self.on)
+
+        self.parameters = rows(slots.parameters.size)
+        self.statistics = rows(slots.statistics.size)
+        self._velocity = rows(slots.parameters.size) if self._optimizer.momentum else None
+        self._leaves = {
+            slot: slot.of(self.parameters).detach().requires_grad_()
+            for slot in slots.parameters.all()
+        }
+        self._tracked = {slot: slot.of(self.statistics) for slot in slots.statistics.all()}
+        self._block_of = slots.parameters.blocks().to(self.on)
+        self._frozen = _FrozenRows(self.program, devices, self.on)
+        self.measured = rows(len(self.program.sites.keys), torch.nan, torch.float32)
+
+        def flags() -> Tensor:
+            return torch.zeros(self.program.n_blocks, d, dtype=torch.bool, device=self.on)
+
+        self._roles = Roles(flags(), flags(), flags())
+        self._learns = torch.zeros(self.parameters.shape, dtype=torch.bool, device=self.on)
+        self._own = torch.zeros_like(self._learns)
+        self._nothing = rows(64)
+        self._unused: set[Slot] = set()
+        self._lr = torch.zeros(d, dtype=slots.dtype, device=self.on)
+        self._indices = torch.zeros(d, batch, dtype=torch.long, device=self.on)
+        self._valid = torch.zeros(d, dtype=torch.int32, device=self.on)
+        self._last = torch.zeros(d, dtype=torch.bool, device=self.on)
+        self._steps_done = torch.zeros(d, dtype=slots.dtype, device=self.on)
+        self.losses = torch.zeros(d, dtype=torch.float64, device=self.on)
+        self._tables: dict[frozenset[Tap], RoundingTable] = {}
+        self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
+        self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
+
+    # States as rows
+
+    def rows_of(self, states: Sequence[Mapping[str, Tensor]]) -> Rows:
+        """States as rows on the cohort's device."""
+        slots, sites = self.program.slots, self.program.sites
+        scales = torch.full((len(states), len(sites.keys)), torch.nan)
+        for row, state in zip(scales, states, strict=True):
+            for key, place in sites.place.items():
+                if key in state:
+                    row[place] = state[key].item()
+        return Rows(
+            torch.stack([slots.parameters.pack(state, self.parameters) for state in states]),
+            torch.stack([slots.statistics.pack(state, self.statistics) for state in states]),
+            scales.to(self.on),
+        )
+
+    def state_of(self, rows: Rows, index: int = 0) -> State:
+        """A state as ``freeze`` takes it."""
+        slots, found = self.program.slots, State()
+        for kind, own in ((slots.parameters, rows.parameters), (slots.statistics, rows.statistics)):
+            found |= {k: slot.of(own)[index].clone() for k, slot in kind.by_key.items()}
+        found |= {key: tensor.clone() for key, tensor in self._constants.items()}
+        return found | self._scales_of(rows.scales[index])
+
+    def _scales_of(self, row: Tensor) -> State:
+        values = row.tolist()
+        return {
+            key: torch.tensor(values[place])
+            for key, place in self.program.sites.place.items()
+            if values[place] == values[place]
+        }
+
+    def update(self, device: int, work: DeviceWork) -> State:
+        """What a device sends: the tensors and scales of the blocks it trained."""
+        slots, sent = self.program.slots, State()
+        rows = ((slots.parameters, self.parameters), (slots.statistics, self.statistics))
+        for kind, own in rows:
+            for key, slot in kind.by_key.items():
+                if slot.block in work.span:
+                    sent[key] = slot.of(own)[device].clone()
+        for key, block in slots.constants.items():
+            if block in work.span:
+                sent[key] = self._constants[key].clone()
+        return sent | self._scales_of(self.measured[device])
+
+    # A round
+
+    def train(
+        self,
+        states: Rows,
+        known: Sequence[frozenset[str]],
+        works: Sequence[DeviceWork],
+        indices: NDArray[np.int64],
+        valid: NDArray[np.int64],
+    ) -> None:
+        """Train all devices on their mini-batches: (step, device, sample) and (step, device).
+
+        ``known`` are the scales that each state has. There may be fewer works than room.
+        """
+        traits = self._begin(states, known, works)
+        steps = len(indices)
+        room = self.devices - len(works)
+        on_device = torch.from_numpy(np.pad(indices, ((0, 0), (0, room), (0, 0)))).to(self.on)
+        counts = np.pad(valid, ((0, 0), (0, room)))
+        counts_on_device = torch.from_numpy(counts.astype(np.int32)).to(self.on)
+        finishing = (counts > 0) & (np.cumsum((counts > 0)[::-1], 0)[::-1] == 1)
+        finishing &= np.array([*(work.variant == "qff" for work in works), *[False] * room])
+        finishing_on_device = torch.from_numpy(finishing).to(self.on)
+        modes = _modes(works, self.program.n_blocks, room)
+        for step in range(steps):
+            self._indices.copy_(on_device[step])
+            self._valid.copy_(counts_on_device[step])
+            self._last.copy_(finishing_on_device[step])
+            measures = bool(finishing[step].any())
+            host = counts[step].tolist()
+            self._graphs.run((traits, measures), partial(self._step, traits, measures, modes, host))
+        taken = np.maximum((counts > 0).sum(0), 1)
+        self.losses /= torch.from_numpy(taken).to(self.on)
+
+    def _begin(
+        self, states: Rows, known: Sequence[frozenset[str]], works: Sequence[DeviceWork]
+    ) -> _Traits:
+        if len(works) > self.devices:
+            raise InvalidSetting(f"{len(works)} devices in a cohort with room for {self.devices}")
+        idle = DeviceWork(Span(0, self.program.n_blocks), "f", 0.0)
+        everyone = [*works, *[idle] * (self.devices - len(works))]
+        of_device = torch.tensor([work.state for work in everyone], device=self.on)
+        self.parameters.copy_(states.parameters[of_device])
+        self.statistics.copy_(states.statistics[of_device])
+        self.measured.fill_(torch.nan)
+        self.losses.zero_()
+        self._steps_done.zero_()
+        if self._velocity is not None:
+            self._velocity.zero_()
+        self._lr.copy_(torch.tensor([work.lr for work in everyone], dtype=self._lr.dtype))
+        trained, with_batch, quantized = _role_masks(everyone, self.program.n_blocks)
+        for own, new in (
+            (self._roles.trained, trained),
+            (self._roles.with_batch, with_batch),
+            (self._roles.quantized, quantized),
+        ):
+            own.copy_(torch.from_numpy(new))
+        self._learns.copy_(self._roles.trained.t()[:, self._block_of])
+        self._own.copy_(self._roles.with_batch.t()[:, self._block_of])
+        for slot in self._unused:
+            self._learns[:, slot.start : slot.stop] = False
+
+        folds = not bool(with_batch.all())
+        if folds:
+            self._frozen.fill(states, everyone, self._graphs)
+        if not any(
+            work.variant == "qff" and len(work.span) < self.program.n_blocks for work in works
+        ):
+            return _Traits(folds, frozenset(), frozenset())
+        return self._begin_rounding(states, known, everyone, folds)
+
+    def _begin_rounding(
+        self,
+        states: Rows,
+        known: Sequence[frozenset[str]],
+        works: Sequence[DeviceWork],
+        folds: bool,
+    ) -> _Traits:
+        rounder = self.program.rounder
+        settled = tuple(dict.fromkeys(known))
+        self._seen_known[settled] += 1
+        if self._seen_known[settled] < _SETTLED:
+            # In the first rounds new scales become known every time. One computation that can
+            # scale anything on the fly serves them all, so that not each has to be captured.
+            settled = (frozenset(), frozenset(self.program.sites.keys), *settled)
+        possible = [rounder.possible(one) for one in settled]
+        taps = frozenset[Tap]().union(*(taps for taps, _ in possible))
+        on_the_fly = frozenset[Tap]().union(*(fly for _, fly in possible))
+        if taps not in self._tables:
+            self._tables[taps] = RoundingTable(taps, self.devices, self.on, self.program.sites)
+        table = self._tables[taps]
+        plans = [
+            table.plan(rounder, work.span if work.variant == "qff" else None, known[work.state])
+            for work in works
+        ]
+        of_device = torch.tensor([work.state for work in works], device=self.on)
+        table.fill(RoundingPlan.stack(plans), states.scales[of_device], self._headroom)
+        return _Traits(folds, taps, on_the_fly)
+
+    # A step
+
+    def _step(
+        self, traits: _Traits, measures: bool, modes: list[list[str]], counts: list[int]
+    ) -> None:
+        with self._precision.active(), torch.enable_grad():
+            inputs, labels = self._source(self._indices)
+            inputs = tuple(self._precision.cast(x) for x in inputs)
+            run = self._run(traits, measures, modes, counts)
+            outputs = self.program(inputs, run)
+            losses = self._loss(outputs, labels, self._valid, counts)
+            slots = list(self._leaves)
+            found = torch.autograd.grad(
+                losses.sum(), [self._leaves[slot] for slot in slots], allow_unused=True
+            )
+        gradients = self._flat(slots, found)
+        self.losses += torch.where(self._valid > 0, losses.detach().double(), 0.0)
+        self._optimizer.step(
+            self.parameters, gradients, self._velocity, self._lr, self._learns, self._valid
+        )
+        self._steps_done += 1
+
+    def _flat(self, slots: list[Slot], found: Sequence[Tensor | None]) -> Tensor:
+        parts, size = [], self.parameters.shape[1]
+        ends = [slot.start for slot in slots[1:]] + [size]
+        for slot, gradient, end in zip(slots, found, ends, strict=True):
+            if gradient is None:
+                # Like PyTorch's optimizers, leave alone what no gradient reaches: no decay either.
+                self._unused.add(slot)
+                self._learns[:, slot.start : slot.stop] = False
+                parts.append(self.parameters.new_zeros(self.devices, slot.stop - slot.start))
+            else:
+                parts.append(gradient.reshape(self.devices, -1))
+            if slot.stop < end:
+                parts.append(self._nothing[:, : end - slot.stop])
+        return torch.cat(parts, 1)
+
+    def _run(
+        self, traits: _Traits, measures: bool, modes: list[list[str]], counts: list[int]
+    ) -> Run:
+        own = self._own if traits.folds else None
+        return Run(
+            roles=self._roles,
+            valid=self._valid,
+            batch=self.batch,
+            leaves=self._leaves,
+            weights=self._frozen.weights(self.parameters, self._leaves, self._roles, own),
+            statistics=self._tracked,
+            frozen_factors=self._frozen.factors,
+            frozen_offsets=self._frozen.offsets,
+            steps_done=self._steps_done,
+            table=self._tables[traits.taps] if traits.taps else None,
+            on_the_fly=traits.on_the_fly,
+            modes=modes,
+            counts=counts,
+            measured=self.measured if measures else None,
+            places=self.program.sites.place,
+            measures=self._last if measures else None,
+        )
+
+
+class _FrozenRows:
+    """What the devices' frozen layers compute with, in tensors that stay where they are."""
+
+    def __init__(self, program: Program, devices: int, on: torch.device) -> None:
+        self._program, self._devices = program, devices
+        slots = program.slots
+        layers = [i for i in program.layers if isinstance(i, Layer) and i.weight is not None]
+        users: dict[Slot, list[Layer]] = {}
+        for layer in layers:
+            assert layer.weight is not None
+            users.setdefault(layer.weight, []).append(layer)
+        self._layers = layers
+        shape = devices, slots.parameters.size
+        self._forward = torch.zeros(shape, dtype=slots.dtype, device=on)
+        self._backward = torch.zeros(shape, dtype=slots.dtype, device=on)
+        # A weight that several layers share is folded differently for each.
+        self._shared: dict[str, tuple[Tensor, Tensor]] = {}
+        for slot, sharing in users.items():
+            for layer in sharing[1:]:
+                made = [
+                    torch.zeros(devices, *slot.shape, dtype=slots.dtype, device=on) for _ in "fb"
+                ]
+                self._shared[layer.name] = made[0], made[1]
+        self._states: dict[int, Rows] = {}  # where captured folding finds them
+        self._picks = torch.zeros(devices, dtype=torch.long, device=on)
+        self.factors: dict[str, Tensor] = {}
+        self.offsets: dict[str, Tensor] = {}
+        for normed in program.layers:
+            if normed.norm is not None:
+                channels = _channels(normed.norm.mean, normed.norm.weight)
+                self.factors[normed.name] = torch.ones(
+                    devices, channels, dtype=slots.dtype, device=on
+                )
+                self.offsets[normed.name] = torch.zeros(
+                    devices, channels, dtype=slots.dtype, device=on
+                )
+
+    def fill(self, states: Rows, works: Sequence[DeviceWork], graphs: Graphs) -> None:
+        """Fold, quantize, and give each device what its variant asks for."""
+        quantized = any(work.variant == "qff" for work in works)
+        n = len(states.parameters)
+        if n not in self._states:
+            self._states[n] = Rows(*(torch.empty_like(rows) for rows in states))
+        own = self._states[n]
+        own.parameters.copy_(states.parameters)
+        own.statistics.copy_(states.statistics)
+        picks = [work.state + n * (work.variant == "qff") for work in works]
+        self._picks.copy_(torch.tensor(picks))
+        graphs.run(("fold", n, quantized), partial(self._fold, own, quantized))
+
+    def _fold(self, states: Rows, quantized: bool) -> None:
+        folded = fold_layers(
+            self._program.layers, states.parameters, states.statistics, quantized=quantized
+        )
+        index = self._picks
+        self._fill_weights(folded, states, index)
+        for name, own in self.factors.items():
+            one = folded[name]
+            if one.floats.factor is not None and one.codes.factor is not None:
+                own.copy_(torch.cat([one.floats.factor, one.codes.factor])[index])
+        for name, own in self.offsets.items():
+            one = folded[name]
+            if one.floats.offset is not None and one.codes.offset is not None:
+                own.copy_(torch.cat([one.floats.offset, one.codes.offset])[index])
+
+    def _fill_weights(self, folded: dict[str, FoldedLayer], states: Rows, index: Tensor) -> None:
+        # All layers into one row per state and variant first: two gathers instead of two a layer.
+        forward = states.parameters.repeat(2, 1)
+        backward = forward.clone()
+        n = len(states.parameters)
+        for layer in self._layers:
+            one = folded[layer.name]
+            pairs = ((one.floats, slice(0, n)), (one.codes, slice(n, 2 * n)))
+            if layer.name in self._shared:
+                for own, way in zip(self._shared[layer.name], ("forward", "backward"), strict=True):
+                    own.copy_(torch.cat([getattr(f, way) for f, _ in pairs])[index])
+                continue
+            assert layer.weight is not None
+            for f, rows in pairs:
+                assert f.forward is not None
+                assert f.backward is not None
+                layer.weight.of(forward)[rows] = f.forward
+                layer.weight.of(backward)[rows] = f.backward
+        self._forward.copy_(forward[index])
+        self._backward.copy_(backward[index])
+
+    def weights(
+        self,
+        parameters: Tensor,
+        leaves: Mapping[Slot, Tensor],
+        roles: Roles,
+        own: Tensor | None,
+    ) -> dict[str, Weights]:
+        """Each layer's weights: a device's own where ``own``, else what was folded for it."""
+        found = {}
+        if own is not None:
+            forward = torch.where(own, parameters, self._forward)
+            backward = torch.where(own, parameters, self._backward)
+        for layer in self._layers:
+            assert layer.weight is not None
+            leaf = leaves[layer.weight]
+            if own is None:
+                found[layer.name] = Weights(leaf, leaf.detach(), leaf.detach())
+            elif layer.name in self._shared:
+                mine = roles.with_batch[layer.block].view(-1, *[1] * (leaf.ndim - 1))
+                used = [torch.where(mine, leaf.detach(), f) for f in self._shared[layer.name]]
+                found[layer.name] = Weights(leaf, used[0], used[1])
+            else:
+                found[layer.name] = Weights(
+                    leaf, layer.weight.of(forward), layer.weight.of(backward)
+                )
+        return found
+
+
+def _channels(*slots: Slot | None) -> int:
+    for slot in slots:
+        if slot is not None:
+            return slot.shape[0]
+    return 1
+
+
+def _role_masks(
+    works: Sequence[DeviceWork], n_blocks: int
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """By block and device: trained; with batch statistics; quantized."""
+    shape = n_blocks, len(works)
+    trained, with_batch, quantized = (np.zeros(shape, bool) for _ in range(3))
+    for d, work in enumerate(works):
+        for block in range(n_blocks):
+            is_trained = work.span.role(block) is Role.TRAINED
+            trained[block, d] = is_trained
+            with_batch[block, d] = is_trained or work.variant == "f"
+            quantized[block, d] = not is_trained and work.variant == "qff"
+    return trained, with_batch, quantized
+
+
+def _modes(works: Sequence[DeviceWork], n_blocks: int, room: int) -> list[list[str]]:
+    """How blocks that run device by device are set: trained, with still statistics, or frozen."""
+
+    def mode(work: DeviceWork, block: int) -> str:
+        if work.span.role(block) is Role.TRAINED:
+            return "trained"
+        return "still" if work.variant == "f" else "frozen"
+
+    return [[*(mode(w, block) for w in works), *["frozen"] * room] for block in range(n_blocks)]

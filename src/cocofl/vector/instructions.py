@@ -1,0 +1,275 @@
+"""The operations of a stacked chain, each for all devices at once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from cocofl.freeze.grids import GRADIENT, OUTPUT
+from cocofl.freeze.kernels import Geometry
+from cocofl.freeze.lowering import ActOp, CatOp, MapOp
+from cocofl.vector.kernels import Activation
+from cocofl.vector.layers import Finish, finished
+from cocofl.vector.maps import Weights, rows_of, stacked_layer
+from cocofl.vector.nodes import MAPPED, MERGED, NodeCall
+from cocofl.vector.run import Environment, NormSpec, Run
+from cocofl.vector.slots import Slot
+
+
+class Instruction(ABC):
+    """Computes one value."""
+
+    name: str
+    block: int
+
+    @abstractmethod
+    def __call__(self, env: Environment, run: Run) -> Any:
+        """The value, for all devices."""
+
+
+@dataclass(frozen=True)
+class Layer(Instruction):
+    """A convolution, linear layer or lone BatchNorm, with what was fused into it."""
+
+    op: MapOp
+    block: int
+    weight: Slot | None
+    bias: Slot | None
+    norm: NormSpec | None
+    geometry: Geometry | None
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.op.name
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        op = self.op
+        y = run.coded(env, op.x, self.block)
+        if self.weight is not None:
+            y = stacked_layer(y, run.weights[op.name], self.geometry)
+        bias = None if self.bias is None else run.leaves[self.bias]
+        norm = None
+        if self.norm is not None:
+            norm = run.norm(self.norm, op.name, self.block, None if bias is None else bias.detach())
+        act = op.activation
+        finish = Finish(
+            Activation(False) if act is None else Activation(True, act.upper),
+            run.rows(y, rows_of(y)),
+            run.point(OUTPUT, op.name, self.block),
+            run.point(GRADIENT, op.name, self.block),
+        )
+        addend = None if op.addend is None else run.coded(env, op.addend, self.block)
+        return finished(y, addend, bias if norm is None else None, norm, finish)
+
+
+@dataclass(frozen=True)
+class Rectify(Instruction):
+    """A ReLU that no layer took in."""
+
+    op: ActOp
+    block: int
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.op.name
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        x, upper = env[self.op.x], self.op.activation.upper
+        y = F.relu(x) if upper is None else F.hardtanh(x, 0.0, upper)
+        settled: Tensor = run.settle(self.name, y, self.block)
+        return settled
+
+
+@dataclass(frozen=True)
+class Concatenate(Instruction):
+    """Feature maps side by side."""
+
+    op: CatOp
+    block: int
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.op.name
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        parts = [run.coded(env, name, self.block) for name in self.op.inputs]
+        dim = self.op.dim + 1 if self.op.dim >= 0 else self.op.dim
+        settled: Tensor = run.settle(self.name, torch.cat(parts, dim), self.block)
+        return settled
+
+
+@dataclass(frozen=True)
+class Normalise(Instruction):
+    """A BatchNorm that stays in float: of vectors, of sequences, or without statistics."""
+
+    name: str
+    block: int
+    x: str
+    norm: NormSpec
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        x = env[self.x]
+        last = x.movedim(2, -1) if x.ndim == 4 else x  # rows end with their channels
+        finish = Finish(
+            Activation(False),
+            run.rows(last, rows_of(last)),
+            run.point(OUTPUT, self.name, self.block),
+            run.point(GRADIENT, self.name, self.block),
+        )
+        norm = run.norm(self.norm, self.name, self.block, None)
+        y = finished(last, None, None, norm, finish)
+        return y.movedim(-1, 2) if x.ndim == 4 else y
+
+
+@dataclass(frozen=True)
+class Score(Instruction):
+    """The classifier: frozen perhaps, but never quantized."""
+
+    name: str
+    block: int
+    x: str
+    weight: Slot
+    bias: Slot | None
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        x, own = env[self.x], run.leaves[self.weight]
+        y = stacked_layer(x, Weights(own, own.detach(), own.detach()), None)
+        if self.bias is not None:
+            bias = run.leaves[self.bias].to(y.dtype)
+            y = y + bias.view(len(bias), *[1] * (y.ndim - 2), -1)
+        settled: Tensor = run.settle(self.name, y, self.block)
+        return settled
+
+
+@dataclass(frozen=True)
+class NormaliseSamples(Instruction):
+    """LayerNorm and GroupNorm: each sample by itself, then each device's own factors."""
+
+    name: str
+    block: int
+    x: str
+    weight: Slot | None
+    bias: Slot | None
+    layer: nn.LayerNorm | nn.GroupNorm
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        x: Tensor = env[self.x]
+        merged, layer = x.flatten(0, 1), self.layer
+        if isinstance(layer, nn.LayerNorm):
+            y = F.layer_norm(merged, layer.normalized_shape, eps=layer.eps)
+            after = 0
+        else:
+            y = F.group_norm(merged, layer.num_groups, eps=layer.eps)
+            after = x.ndim - 3
+        y = y.unflatten(0, x.shape[:2])
+        for slot, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
+            if slot is not None:
+                own = run.leaves[slot].to(y.dtype)
+                ones = [1] * (y.ndim - own.ndim - after)
+                y = apply(y, own.view(len(own), *ones, *own.shape[1:], *[1] * after))
+        settled: Tensor = run.settle(self.name, y, self.block)
+        return settled
+
+
+@dataclass(frozen=True)
+class LookUp(Instruction):
+    """An embedding: all devices' tables below each other."""
+
+    name: str
+    block: int
+    x: str
+    weight: Slot
+    padding: int | None
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        tokens, tables = env[self.x], run.leaves[self.weight]
+        devices, rows, _ = tables.shape
+        first = torch.arange(devices, device=tokens.device) * rows
+        shifted = tokens + first.view(-1, *[1] * (tokens.ndim - 1))
+        y = F.embedding(shifted, tables.reshape(devices * rows, -1))
+        if self.padding is not None:
+            y = torch.where((tokens == self.padding).unsqueeze(-1), y.detach(), y)
+        settled: Tensor = run.settle(self.name, y, self.block)
+        return settled
+
+
+@dataclass(frozen=True)
+class Drop(Instruction):
+    """Dropout on the devices that train the block; each sample draws for itself."""
+
+    name: str
+    block: int
+    x: str
+    node: fx.Node
+    module: nn.Module | None
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        x: Tensor = env[self.x]
+        merged = x.flatten(0, 1)
+        if self.module is not None:
+            # The functional form: the module itself may work in place.
+            kind = type(self.module).__name__
+            function = getattr(F, _DROPOUTS[kind])
+            y = function(merged, p=self.module.p, training=True)
+        else:
+            given = dict(zip(("input", "p"), self.node.args, strict=False)) | self.node.kwargs
+            assert callable(self.node.target)
+            y = self.node.target(merged, p=given.get("p", 0.5), training=True)
+        active = run.roles.with_batch[self.block].view(-1, *[1] * (x.ndim - 1))
+        return torch.where(active, y.unflatten(0, x.shape[:2]), x)
+
+
+_DROPOUTS = {
+    "Dropout": "dropout",
+    "Dropout1d": "dropout1d",
+    "Dropout2d": "dropout2d",
+    "Dropout3d": "dropout3d",
+    "AlphaDropout": "alpha_dropout",
+    "FeatureAlphaDropout": "feature_alpha_dropout",
+}
+
+
+@dataclass(frozen=True)
+class Node(Instruction):
+    """Anything else."""
+
+    call: NodeCall
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.call.name
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Whose it is."""
+        return self.call.block
+
+    def __call__(self, env: Environment, run: Run) -> Any:
+        """See :class:`Instruction`."""
+        call = self.call
+        values = {name: env[name] for name in call.inputs}
+        if call.way == MERGED:
+            return run.settle(self.name, call.merged(values), self.block)
+        held = {h: run.leaves[h.slot] if h.learns else run.statistics[h.slot] for h in call.held}
+        if call.way == MAPPED:
+            return run.settle(self.name, call.mapped(values, held), self.block)
+        counts = run.counts if call.mixes_samples else None
+        result = call.looped(values, held, run.modes[self.block], counts)
+        return run.settle(self.name, result, self.block)

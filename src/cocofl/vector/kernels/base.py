@@ -1,0 +1,67 @@
+"""What the kernels of a stacked layer take and give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Activation(NamedTuple):
+    """None, ReLU, or a ReLU with an upper bound."""
+
+    present: bool
+    upper: float | None = None
+    cap: Tensor | None = None
+    """What the upper bound became on each device's grid, (device)."""
+
+
+class Coefficients(NamedTuple):
+    """What a norm does to each channel, and the batch statistics behind it: (device, channel)."""
+
+    factor: Tensor
+    offset: Tensor
+    mean: Tensor
+    rstd: Tensor
+
+
+class Backward(NamedTuple):
+    """Gradients of a layer's output, and of a norm's weight and bias."""
+
+    y: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A BatchNorm of many devices: its tensors, and which devices use the batch."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    layer_bias: Tensor | None
+    """Of the layer before; the batch's mean takes it out again, but it shows in what is tracked."""
+    running_mean: Tensor | None
+    running_variance: Tensor | None
+    momentum: Tensor | float
+    """A tensor (device, 1) where the average is cumulative."""
+    eps: float
+    with_batch: Tensor
+    tracks: Tensor
+    """(device, 1): who trains this norm."""
+    frozen_factor: Tensor
+    frozen_offset: Tensor
+
+    def track(self, mean: Tensor, variance: Tensor, n: Tensor) -> None:
+        """Move the running statistics of those who train, as ``nn.BatchNorm2d`` does."""
+        if self.running_mean is None or self.running_variance is None:
+            return
+        if self.layer_bias is not None:
+            mean = mean + self.layer_bias
+        unbiased = variance * n / (n - 1).clamp_min(1)
+        pairs = ((self.running_mean, mean), (self.running_variance, unbiased))
+        for running, new in pairs:
+            moved = running + self.momentum * (new - running)
+            running.copy_(torch.where(self.tracks, moved, running))

@@ -1,0 +1,132 @@
+"""The elementwise chains around a layer in plain PyTorch: the definition, on any device.
+
+Values are (device, row, channel); a row is one position of one sample, and of each device only
+the first ``rows`` count: the last mini-batch of a device may be smaller than the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cocofl.numerics import SIGNED_LEVELS, StackedGrid, snap, stacked_grid
+from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
+
+
+def largest(x: Tensor, rows: Tensor | None) -> Tensor:
+    """max|x| / 127 of each device, over its valid rows."""
+    flat = x.detach().reshape(len(x), -1) if rows is None else _valid(x.detach(), rows).flatten(1)
+    return flat.abs().amax(1).float() / SIGNED_LEVELS
+
+
+def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
+    """Normalise with the batch where a device trains, else with what was folded."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    own, n = _valid(y, rows).to(wide), rows.clamp_min(1).to(wide)[:, None]
+    mean = own.sum(1) / n
+    centered = _valid(own - mean[:, None], rows)
+    variance = centered.square().sum(1) / n
+    norm.track(mean, variance, n)
+    rstd = torch.rsqrt(variance + norm.eps)
+    factor = rstd if norm.weight is None else rstd * norm.weight
+    offset = -mean * factor
+    if norm.bias is not None:
+        offset = offset + norm.bias
+    with_batch = norm.with_batch[:, None]
+    return Coefficients(
+        torch.where(with_batch, factor, norm.frozen_factor),
+        torch.where(with_batch, offset, norm.frozen_offset),
+        mean,
+        rstd,
+    )
+
+
+def finish(
+    y: Tensor,
+    factor: Tensor | None,
+    offset: Tensor | None,
+    addend: Tensor | None,
+    activation: Activation,
+    grid: StackedGrid | None,
+) -> Tensor:
+    """``round(activation(factor · y + offset + addend))``."""
+    z = y if factor is None else y * factor[:, None]
+    if offset is not None:
+        z = z + offset[:, None]
+    if addend is not None:
+        z = z + addend
+    if activation.present:
+        z = z.clamp(0, activation.upper)
+    return (z if grid is None else snap(z, grid)).to(y.dtype)
+
+
+def back_to_sum(
+    g: Tensor, z: Tensor | None, activation: Activation, grid: StackedGrid | None
+) -> Tensor:
+    """The gradient before the activation, rounded where a device has a grid for it."""
+    g = g if grid is None else snap(g, grid)
+    if z is None or not activation.present:
+        return g
+    passed = z > 0
+    if activation.cap is not None:
+        passed &= z < activation.cap[:, None, None]
+    return g * passed
+
+
+def back_through_norm(g: Tensor, y: Tensor, rows: Tensor, c: Coefficients, norm: Norm) -> Backward:
+    """From the gradient after a norm to that before it, and those of its weight and bias."""
+    n = rows.clamp_min(1).to(c.mean.dtype)[:, None]
+    own = _valid(g, rows).to(c.mean.dtype)
+    centered = y.to(c.mean.dtype) - c.mean[:, None]
+    sum_g, sum_gy = own.sum(1), (own * centered).sum(1)
+    with_batch = norm.with_batch[:, None]
+    zero = torch.zeros_like(sum_g)
+    shift = torch.where(with_batch, c.factor * sum_g / n, zero)
+    slope = torch.where(with_batch, c.factor * c.rstd.square() * sum_gy / n, zero)
+    gy = own * c.factor[:, None] - shift[:, None] - slope[:, None] * centered
+    return Backward(_valid(gy, rows).to(y.dtype), sum_gy * c.rstd, sum_g)
+
+
+def _valid(x: Tensor, rows: Tensor) -> Tensor:
+    """``x`` with the rows that do not count set to zero."""
+    inside = torch.arange(x.shape[1], device=x.device) < rows[:, None]
+    return torch.where(inside[:, :, None], x, 0.0)
+
+
+def total(g: Tensor, rows: Tensor) -> Tensor:
+    """The sum over valid rows, (device, channel)."""
+    return _valid(g, rows).sum(1)
+
+
+def back(
+    g: Tensor,
+    z: Tensor | None,
+    activation: Activation,
+    grid: StackedGrid | None,
+    y: Tensor | None,
+    rows: Tensor,
+    c: Coefficients | None,
+    norm: Norm | None,
+    z_grid: StackedGrid | None,
+    *,
+    share: bool,
+) -> tuple[Tensor, Backward]:
+    """The whole way back; the first is the addend's share (``share``), else undefined.
+
+    Where ``z`` is not given, it is computed from ``y`` again.
+    """
+    if z is None and activation.present and y is not None and c is not None:
+        z = finish(y, c.factor, c.offset, None, activation, z_grid)
+    before = back_to_sum(g, z, activation, grid)
+    if norm is None:
+        return before, Backward(before, None, None)
+    assert y is not None
+    assert c is not None
+    del share
+    return before, back_through_norm(before, y, rows, c, norm)
+
+
+def measured_grid(scale: Tensor, fly: Tensor, unsigned: Tensor, known: StackedGrid) -> StackedGrid:
+    """The known grids, and those of the tensor's own scale where they are made on the fly."""
+    own = stacked_grid(scale, unsigned)
+    return StackedGrid(*(torch.where(fly, a, b) for a, b in zip(own, known, strict=True)))

@@ -1,0 +1,249 @@
+"""Layers of many devices at once: each device's own weights on its own mini-batch.
+
+A linear layer and a 1×1 convolution are batched matrix products, since images lie channels last;
+other convolutions are grouped ones on the CPU, and on CUDA one after the other (in a captured
+graph that costs no launch) or, if depthwise, a kernel of our own.
+
+A device computes with its own weight where it trains, else with a folded one, of which there may
+be two: int8 quantizes a weight per output channel forward and per input channel backward. The
+gradient is that of the own weight in any case; the optimizer knows who trains.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cocofl.freeze.kernels import Geometry
+from cocofl.vector.fused import depthwise_for
+from cocofl.vector.streams import side_by_side
+
+# Inputs of a convolution that is better a matrix product, where no gradient goes further back.
+_FEW = 64
+# Enough tiles of a matrix product to keep a large GPU busy; a sum over fewer rows is not split.
+_TILES, _TILE, _ROWS = 264, 64, 512
+
+
+def geometry_of(layer: nn.Conv2d) -> Geometry:
+    """How a convolution walks."""
+    assert not isinstance(layer.padding, str)
+    return Geometry(
+        (layer.stride[0], layer.stride[1]),
+        (layer.padding[0], layer.padding[1]),
+        (layer.dilation[0], layer.dilation[1]),
+        layer.groups,
+    )
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """(device, sample, …) to (device, row, channel); images (…, channel, height, width)."""
+    if x.ndim == 2:
+        return x.unsqueeze(-1)
+    if x.ndim == 5:
+        x = x.permute(0, 1, 3, 4, 2)
+    return x.reshape(len(x), -1, x.shape[-1])
+
+
+def from_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows of any number of channels in the shape of ``like``, images channels last."""
+    if like.ndim == 5:
+        d, b, _, h, w = like.shape
+        return rows.view(d, b, h, w, -1).permute(0, 1, 4, 2, 3)
+    if like.ndim == 2:
+        return rows.view(like.shape)
+    return rows.view(*like.shape[:-1], -1)
+
+
+def is_pointwise(shape: tuple[int, ...], geometry: Geometry) -> bool:
+    """Whether a convolution only mixes channels (be it at every other position)."""
+    return tuple(shape[-2:]) == (1, 1) and geometry.padding == (0, 0) and geometry.groups == 1
+
+
+class Weights(NamedTuple):
+    """Of one layer, (device, out, in, …): what learns, and what is computed with."""
+
+    own: Tensor
+    forward: Tensor
+    backward: Tensor
+
+    def flat(self) -> Weights:
+        """Of a 1×1 convolution as that of a linear layer."""
+        return Weights(*(w.flatten(2) for w in self))
+
+
+def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
+    """``x`` (device, sample, …) through each device's weight."""
+    if geometry is None:
+        return from_rows(_apply(_Multiply, rows_of(x), *w), x)
+    if is_pointwise(tuple(w.own.shape), geometry):
+        vertical, horizontal = geometry.stride
+        if (vertical, horizontal) != (1, 1):
+            x = x[..., ::vertical, ::horizontal]
+        return from_rows(_apply(_Multiply, rows_of(x), *w.flat()), x)
+    few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
+    if x.is_cuda and few and not x.requires_grad:
+        return _unfolded(x, w, geometry)
+    if (kernels := depthwise_for(x, w.own, geometry)) is not None:
+        return _apply(_Depthwise, x, *w, geometry, kernels)
+    return _apply(_Convolve, x, *w, geometry)
+
+
+def _unfolded(x: Tensor, w: Weights, g: Geometry) -> Tensor:
+    """A convolution of few inputs, such as a stem's, as a matrix product."""
+    vertical, horizontal = g.padding
+    padded = F.pad(x, (horizontal, horizontal, vertical, vertical))
+    windows = padded.unfold(3, w.own.shape[3], g.stride[0]).unfold(4, w.own.shape[4], g.stride[1])
+    columns = windows.permute(0, 1, 3, 4, 2, 5, 6)  # (device, sample, h, w, channel, tap, tap)
+    y = _apply(_Multiply, columns.flatten(4).flatten(1, 3), *w.flat())
+    return y.view(*columns.shape[:4], -1).permute(0, 1, 4, 2, 3)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+class _Multiply(torch.autograd.Function):
+    """(device, row, in) · (device, out, in)ᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own: Tensor, w: Tensor, w_back: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w_back)
+        ctx.weight_dtype = own.dtype
+        return torch.bmm(x, w.to(x.dtype).transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_back = ctx.saved_tensors
+        gx = torch.bmm(g, w_back.to(g.dtype)) if ctx.needs_input_grad[0] else None
+        gw = _sum_of_products(g, x).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
+        return gx, gw, None, None
+
+
+def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:
+    """gᵀ · x over many rows: cut into pieces where the result alone is too small for a GPU."""
+    d, n, out = g.shape
+    tiles = d * -(-out // _TILE) * -(-x.shape[2] // _TILE)
+    pieces = 1
+    while x.is_cuda and tiles * pieces < _TILES and n % (2 * pieces) == 0:
+        if n // (2 * pieces) < _ROWS:
+            break
+        pieces *= 2
+    if pieces == 1:
+        return torch.bmm(g.transpose(1, 2), x)
+    g = g.reshape(d * pieces, n // pieces, out)
+    x = x.reshape(d * pieces, n // pieces, -1)
+    parts = torch.bmm(g.transpose(1, 2), x).view(d, pieces, out, -1)
+    return parts.sum(1, dtype=torch.float32)
+
+
+class _Convolve(torch.autograd.Function):
+    """Any convolution."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, own: Tensor, w: Tensor, w_back: Tensor, geometry: Geometry
+    ) -> Tensor:
+        ctx.save_for_backward(x, w_back)
+        ctx.geometry, ctx.weight_dtype = geometry, own.dtype
+        g, w = geometry, w.to(x.dtype)
+        if x.is_cuda:
+            return _stack_images(
+                side_by_side(
+                    lambda one, own: F.conv2d(
+                        one, own, None, g.stride, g.padding, g.dilation, g.groups
+                    ),
+                    list(zip(x, _channels_last(w), strict=True)),
+                )
+            )
+        groups = len(x) * g.groups
+        y = F.conv2d(
+            _side_by_side(x), w.flatten(0, 1), None, g.stride, g.padding, g.dilation, groups
+        )
+        return _apart(y, len(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_back = ctx.saved_tensors
+        g, w_back = ctx.geometry, w_back.to(x.dtype)
+        mask = [*ctx.needs_input_grad[:2], False]
+
+        def back(grad: Tensor, x: Tensor, w: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+            found = torch.ops.aten.convolution_backward(
+                grad, x, w, None, g.stride, g.padding, g.dilation, False, [0, 0], groups, mask
+            )
+            return found[0], found[1]
+
+        if x.is_cuda:
+            grad = grad if _is_channels_last(grad) else _as_channels_last(grad)
+            parts = side_by_side(
+                lambda grad, one, own: back(grad, one, own, g.groups),
+                list(zip(grad, x, _channels_last(w_back), strict=True)),
+            )
+            gx = _stack_images([p[0] for p in parts]) if mask[0] else None
+            gw = torch.stack([p[1] for p in parts]) if mask[1] else None
+        else:
+            wide = len(x) * g.groups
+            gx, gw = back(_side_by_side(grad), _side_by_side(x), w_back.flatten(0, 1), wide)
+            gx = _apart(gx, len(x)) if mask[0] else None
+            gw = gw.view(w_back.shape) if mask[1] else None
+        return gx, None if gw is None else gw.to(ctx.weight_dtype), None, None, None
+
+
+class _Depthwise(torch.autograd.Function):
+    """A convolution of each channel by itself, by kernels of our own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        own: Tensor,
+        w: Tensor,
+        w_back: Tensor,
+        geometry: Geometry,
+        kernels: Any,
+    ) -> Tensor:
+        x = _as_channels_last(x)
+        ctx.save_for_backward(x, w_back)
+        ctx.geometry, ctx.kernels, ctx.weight_dtype = geometry, kernels, own.dtype
+        result: Tensor = kernels.depthwise(x, w, geometry)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_back = ctx.saved_tensors
+        g, walk = _as_channels_last(g), ctx.geometry
+        gx = gw = None
+        if ctx.needs_input_grad[0]:
+            gx = ctx.kernels.depthwise_input(g, w_back, x, walk)
+        if ctx.needs_input_grad[1]:
+            gw = ctx.kernels.depthwise_weight(g, x, w_back, walk).to(ctx.weight_dtype)
+        return gx, gw, None, None, None, None
+
+
+def _channels_last(w: Tensor) -> list[Tensor]:
+    return [own.contiguous(memory_format=torch.channels_last) for own in w]
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.permute(0, 1, 3, 4, 2).is_contiguous()
+
+
+def _as_channels_last(x: Tensor) -> Tensor:
+    return x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+
+
+def _stack_images(each: list[Tensor]) -> Tensor:
+    return torch.stack([one.permute(0, 2, 3, 1) for one in each]).permute(0, 1, 4, 2, 3)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """(device, sample, channel, …) to (sample, device · channel, …)."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _apart(y: Tensor, devices: int) -> Tensor:
+    return _as_channels_last(y.unflatten(1, (devices, -1)).transpose(0, 1))

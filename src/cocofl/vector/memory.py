@@ -1,0 +1,51 @@
+"""How many devices a GPU has room for: one of them is run, and its peak measured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from cocofl.span import Span
+from cocofl.vector.cohort import Cohort, DeviceWork, Rows
+
+# Captured graphs keep their memory, and there are some kinds of steps; the allocator splits some.
+_SHARE = 0.6
+
+
+class SmallerCohort(UserWarning):
+    """Devices that do not fit the GPU at once are trained in several goes."""
+
+
+def devices_that_fit(make: Callable[[int], Cohort], wanted: int, on: torch.device) -> int:
+    """Of ``wanted`` devices as many as fit; on the CPU all of them."""
+    if on.type != "cuda":
+        return wanted
+    per_device = _peak_bytes(make(1), on)
+    free, _ = torch.cuda.mem_get_info(on)
+    fitting = max(1, int(_SHARE * free // max(per_device, 1)))
+    if fitting < wanted:
+        warnings.warn(
+            f"{wanted} devices need about {wanted * per_device / 1e9:.1f} GB, and the GPU has "
+            f"{free / 1e9:.1f}: they are trained {fitting} at a time",
+            SmallerCohort,
+            stacklevel=2,
+        )
+    return fitting
+
+
+def _peak_bytes(cohort: Cohort, on: torch.device) -> int:
+    """Of one step that trains everything, the tensors of the cohort itself included."""
+    program = cohort.program
+    zeros = torch.zeros_like(cohort.parameters), torch.zeros_like(cohort.statistics)
+    rows = Rows(*zeros, torch.full_like(cohort.measured, torch.nan))
+    work = DeviceWork(Span(0, program.n_blocks), "f", 0.0)
+    torch.cuda.reset_peak_memory_stats(on)
+    shape = 1, 1, cohort.batch
+    cohort.train(rows, [frozenset()], [work], np.zeros(shape, np.int64), np.full((1, 1), 1))
+    peak = torch.cuda.max_memory_allocated(on)
+    del cohort
+    torch.cuda.empty_cache()
+    return peak

@@ -1,0 +1,199 @@
+"""A chain as instructions for many devices, made once from what ``freeze`` knows of its blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from cocofl.chain import BlockChain
+from cocofl.freeze.lowering import (
+    ActOp,
+    CatOp,
+    LoweredBlock,
+    MapOp,
+    NodeOp,
+    Operation,
+    ValueName,
+    is_plain,
+    lower,
+)
+from cocofl.vector.instructions import (
+    Concatenate,
+    Drop,
+    Instruction,
+    Layer,
+    LookUp,
+    Node,
+    Normalise,
+    NormaliseSamples,
+    Rectify,
+    Score,
+)
+from cocofl.vector.maps import geometry_of
+from cocofl.vector.nodes import LOOPED, Modes, NodeCall, Piece
+from cocofl.vector.rounding import Rounder, Sites
+from cocofl.vector.run import Environment, NormSpec, Run
+from cocofl.vector.slots import ChainSlots
+from cocofl.vector.trial import values_on_example
+
+
+class Program:
+    """The instructions of a chain, in order, and where its tensors lie."""
+
+    def __init__(self, chain: BlockChain, on: torch.device) -> None:
+        plain, lowered = lower(chain), lower(chain, keep_dropout=True)
+        self.n_blocks = len(chain)
+        self.slots = ChainSlots.of(chain)
+        self.sites = Sites(plain)
+        self.rounder = Rounder(chain, lowered, self.sites)
+        self.inputs, self._outputs = lowered[0].inputs, lowered[-1].outputs
+        self.instructions = _Builder(chain, lowered, self.slots, on).build()
+        nodes = [i.call for i in self.instructions if isinstance(i, Node)]
+        self.layers = [i for i in self.instructions if isinstance(i, Layer | Normalise)]
+        self.is_capturable = not any(
+            node.way == LOOPED and (node.has_modes or node.mixes_samples) for node in nodes
+        )
+
+    def __call__(self, inputs: tuple[Any, ...], run: Run) -> Any:
+        """What the model returns, for all devices."""
+        env: Environment = dict(zip(self.inputs, inputs, strict=True))
+        for instruction in self.instructions:
+            env[instruction.name] = instruction(env, run)
+        return pytree.tree_map(
+            lambda leaf: env[leaf] if isinstance(leaf, ValueName) else leaf, self._outputs
+        )
+
+
+class _Builder:
+    def __init__(
+        self,
+        chain: BlockChain,
+        lowered: tuple[LoweredBlock, ...],
+        slots: ChainSlots,
+        on: torch.device,
+    ) -> None:
+        self._lowered, self._slots = lowered, slots
+        self._graphs = [low.graph(block) for low, block in zip(lowered, chain.blocks, strict=True)]
+        modes = {module: module.training for module in chain.modules()}
+        chain.eval()
+        try:
+            seen = values_on_example(chain, lowered, self._graphs)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        self._example = {name: x.to(on) if isinstance(x, Tensor) else x for name, x in seen.items()}
+        self._modes = [Modes(graph, on) for graph in self._graphs]
+        self._inlined: dict[str, tuple[Piece, ...]] = {}
+        self._made: list[Instruction] = []
+
+    def build(self) -> list[Instruction]:
+        """All instructions."""
+        for block, low in enumerate(self._lowered):
+            for op in low.operations:
+                self._add(op, block)
+        for leaf in pytree.tree_leaves(self._lowered[-1].outputs):
+            if isinstance(leaf, ValueName) and leaf in self._inlined:
+                self._materialise(leaf, self._lowered_block_of(leaf))
+        return self._made
+
+    def _lowered_block_of(self, value: str) -> int:
+        return int(value.partition(".")[0])
+
+    def _add(self, op: Operation, block: int) -> None:
+        if isinstance(op, NodeOp):
+            self._add_node(op, block)
+            return
+        for name in op.inputs:
+            if name in self._inlined:
+                self._materialise(name, block)
+        if isinstance(op, ActOp):
+            self._made.append(Rectify(op, block))
+        elif isinstance(op, CatOp):
+            self._made.append(Concatenate(op, block))
+        else:
+            self._made.append(self._layer(op, block))
+
+    def _materialise(self, name: str, block: int) -> None:
+        """Make a value for all devices that so far was made by those who read it."""
+        call = NodeCall(self._inlined.pop(name), block, self._slots)
+        call.try_out(self._example)
+        self._made.append(Node(call))
+
+    def _layer(self, op: MapOp, block: int) -> Layer:
+        find, graph = self._slots.parameters.find, self._graphs[block]
+        norm = None if op.norm is None else self._norm(graph.get_submodule(op.norm))
+        if op.layer is None:
+            return Layer(op, block, None, None, norm, None)
+        layer = graph.get_submodule(op.layer)
+        assert isinstance(layer, nn.Conv2d | nn.Linear)
+        geometry = geometry_of(layer) if isinstance(layer, nn.Conv2d) else None
+        return Layer(op, block, find(layer.weight), find(layer.bias), norm, geometry)
+
+    def _norm(self, norm: nn.Module) -> NormSpec:
+        assert isinstance(norm, _BatchNorm)
+        learned, tracked = self._slots.parameters.find, self._slots.statistics.find
+        seen = norm.num_batches_tracked
+        return NormSpec(
+            learned(norm.weight),
+            learned(norm.bias),
+            tracked(norm.running_mean),
+            tracked(norm.running_var),
+            norm.eps,
+            norm.momentum,
+            0 if seen is None else int(seen),
+        )
+
+    def _add_node(self, op: NodeOp, block: int) -> None:
+        value = self._example[op.name]
+        if op.drops:
+            node, graph = op.nodes[-1], self._graphs[block]
+            module = graph.get_submodule(str(node.target)) if node.op == "call_module" else None
+            self._made.append(Drop(op.name, block, op.inputs[0], node, module))
+            return
+        if (own := self._known_layer(op, block)) is not None:
+            self._made.append(own)
+            return
+        pieces: dict[str, Piece] = {}
+        for name in op.inputs:
+            pieces |= {p.op.name: p for p in self._inlined.get(name, ())}
+        pieces[op.name] = Piece(op, self._modes[block])
+        call = NodeCall(tuple(pieces.values()), block, self._slots)
+        if not isinstance(value, Tensor) or not call.inputs:
+            self._inlined[op.name] = tuple(pieces.values())
+            return
+        call.try_out(self._example)
+        self._made.append(Node(call))
+
+    def _known_layer(self, op: NodeOp, block: int) -> Instruction | None:  # noqa: PLR0911
+        """An instruction of its own for a layer that is plainly PyTorch's."""
+        node = op.nodes[-1]
+        if len(op.nodes) > 1 or node.op != "call_module" or len(op.inputs) != 1:
+            return None
+        if len(node.args) != 1 or node.kwargs:
+            return None
+        graph, x = self._graphs[block], self._example[op.inputs[0]]
+        layer, find = graph.get_submodule(str(node.target)), self._slots.parameters.find
+        source = op.inputs[0]
+        norms = (nn.BatchNorm1d, nn.BatchNorm2d)
+        if isinstance(layer, _BatchNorm) and is_plain(layer, *norms) and x.ndim in {2, 3, 4}:
+            return Normalise(op.name, block, source, self._norm(layer))
+        if is_plain(layer, nn.Linear) and x.ndim > 1:
+            assert isinstance(layer, nn.Linear)
+            weight = find(layer.weight)
+            assert weight is not None
+            return Score(op.name, block, source, weight, find(layer.bias))
+        if is_plain(layer, nn.LayerNorm, nn.GroupNorm):
+            assert isinstance(layer, nn.LayerNorm | nn.GroupNorm)
+            return NormaliseSamples(
+                op.name, block, source, find(layer.weight), find(layer.bias), layer
+            )
+        if is_plain(layer, nn.Embedding):
+            assert isinstance(layer, nn.Embedding)
+            weight = find(layer.weight)
+            if layer.max_norm is None and not layer.scale_grad_by_freq and weight is not None:
+                return LookUp(op.name, block, source, weight, layer.padding_idx)
+        return None

@@ -1,0 +1,154 @@
+"""What the instructions of a stacked chain need while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
+from cocofl.vector.kernels import Norm
+from cocofl.vector.maps import Weights
+from cocofl.vector.rounding import CONVERSION, RoundingTable, Tap
+from cocofl.vector.slots import Slot
+from cocofl.vector.taps import Note, TapPoint, tapped
+
+Environment = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Roles:
+    """By block and device, as masks."""
+
+    with_batch: Tensor
+    """Norms use the mini-batch and dropout drops: trained, or frozen by variant ``f``."""
+    trained: Tensor
+    quantized: Tensor
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A BatchNorm's slots and settings."""
+
+    weight: Slot | None
+    bias: Slot | None
+    mean: Slot | None
+    variance: Slot | None
+    eps: float
+    momentum: float | None
+    tracked: int
+    """Mini-batches seen before; counts where ``momentum`` is None."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One forward pass of all devices, and the backward pass that follows."""
+
+    roles: Roles
+    valid: Tensor
+    """How many samples of each device's mini-batch count."""
+    batch: int
+    leaves: Mapping[Slot, Tensor]
+    weights: Mapping[str, Weights]
+    """Of each layer, by the value it makes."""
+    statistics: Mapping[Slot, Tensor]
+    frozen_factors: Mapping[str, Tensor]
+    frozen_offsets: Mapping[str, Tensor]
+    steps_done: Tensor
+    table: RoundingTable | None
+    on_the_fly: frozenset[Tap]
+    modes: list[list[str]] = field(default_factory=list)
+    """By block and device, for what runs device by device."""
+    counts: list[int] | None = None
+    """What ``valid`` holds, where it is known on the host."""
+    measured: Tensor | None = None
+    """Scales by device and place, filled in while measuring."""
+    places: Mapping[str, int] = field(default_factory=dict)
+    measures: Tensor | None = None
+    """Who has its last mini-batch now."""
+
+    _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return len(self.valid)
+
+    def rows(self, x: Tensor, of: Tensor) -> Tensor:
+        """How many of the rows ``of`` each device count; ``x`` is what they are rows of."""
+        each = of.shape[1] // self.batch if x.shape[1] == self.batch else 0
+        if (each, of.shape[1]) not in self._rows:
+            counted = self.valid * each if each else torch.full_like(self.valid, of.shape[1])
+            self._rows[each, of.shape[1]] = counted
+        return self._rows[each, of.shape[1]]
+
+    @cached_property
+    def tracking(self) -> Tensor:
+        """(block, device, 1): who trains a block now."""
+        return (self.roles.trained & (self.valid > 0)).unsqueeze(2)
+
+    def point(self, kind: str, value: str, block: int) -> TapPoint:
+        """The tap at a value."""
+        tap = Tap(kind, value)
+        return TapPoint(tap, self.table, tap in self.on_the_fly, self._note(kind, value, block))
+
+    def _note(self, kind: str, value: str, block: int) -> Note | None:
+        place = self.places.get(scale_key(value, kind))
+        measured, now = self.measured, self.measures
+        if place is None or measured is None or now is None:
+            return None
+        mine = self.roles.trained[block] & now
+
+        def note(scale: Tensor) -> None:
+            # All zeros say nothing about a range, and a broken batch must not spoil the average.
+            tells = mine & (scale > 0) & (scale < torch.inf)
+            measured[:, place] = torch.where(tells, scale, measured[:, place])
+
+        return note
+
+    def settle(self, value: str, x: Any, block: int) -> Any:
+        """A value that no layer made: rounded, measured, and its gradient, too."""
+        if not (isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1):
+            return x
+        rows = self.valid if x.shape[1] == self.batch else None
+        forward, backward = (self.point(kind, value, block) for kind in (OUTPUT, GRADIENT))
+        return tapped(x, forward, backward, rows)
+
+    def coded(self, env: Environment, value: str, block: int) -> Tensor:
+        """A value as int8 operations read it."""
+        x: Tensor = env[value]
+        point = self.point(CONVERSION, value, block)
+        if point.is_idle:
+            return x
+        key = f"{value} as codes"
+        if key not in env:
+            idle = TapPoint(Tap(CONVERSION, value), None, on_the_fly=False, note=None)
+            rows = self.valid if x.shape[1] == self.batch else None
+            env[key] = tapped(x, point, idle, rows)
+        coded: Tensor = env[key]
+        return coded
+
+    def norm(self, spec: NormSpec, name: str, block: int, layer_bias: Tensor | None) -> Norm:
+        """A BatchNorm of all devices."""
+        momentum: Tensor | float = spec.momentum if spec.momentum is not None else 0.0
+        if spec.momentum is None:
+            momentum = (1.0 / (self.steps_done + spec.tracked + 1))[:, None]
+        tracks_nothing = spec.mean is None
+        with_batch = self.roles.with_batch[block]
+        return Norm(
+            weight=None if spec.weight is None else self.leaves[spec.weight],
+            bias=None if spec.bias is None else self.leaves[spec.bias],
+            layer_bias=layer_bias,
+            running_mean=None if spec.mean is None else self.statistics[spec.mean],
+            running_variance=None if spec.variance is None else self.statistics[spec.variance],
+            momentum=momentum,
+            eps=spec.eps,
+            with_batch=torch.ones_like(with_batch) if tracks_nothing else with_batch,
+            tracks=self.tracking[block],
+            frozen_factor=self.frozen_factors[name],
+            frozen_offset=self.frozen_offsets[name],
+        )
