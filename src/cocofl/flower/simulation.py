@@ -35,6 +35,7 @@ from cocofl.experiment import simulate as simulate_with
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import Materials, Task, Workshop
 from cocofl.fl.merge import Contribution, State
+from cocofl.fl.strategies import Merge
 from cocofl.flower.records import (
     ABOUT,
     ask,
@@ -144,6 +145,10 @@ class OnFlower:
     def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
         """The server tests its model itself."""
         return self._here.confusion(state, chunks, statistics)
+
+    def merger(self, merge: Merge) -> Merge:
+        """The strategy's own."""
+        return merge
 
     def close(self) -> None:
         """Give the threads back."""
