@@ -3,10 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-slow test-faults lint types clean
+SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 
+.PHONY: demo test test-slow test-faults test-docs lint types docs browser clean
+
+# Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
 demo: $(VENV)/installed
-	$(BIN)/python examples/one_device.py
+	$(BIN)/cocofl run --resume --out runs/demo
+	@echo "Open $(CURDIR)/runs/demo/report.html"
 
 test: lint types
 	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow and not faults"
@@ -16,6 +20,20 @@ test-slow: $(VENV)/installed
 
 test-faults: $(VENV)/installed
 	$(BIN)/pytest -m faults -s tests/test_flower_faults.py
+
+# The documentation's longer commands, at reduced size.
+test-docs: $(VENV)/installed
+	$(BIN)/pytest tests/test_docs.py -m "slow or not slow"
+
+# Pages and API reference into site/; a warning is an error.
+docs: $(VENV)/installed
+	$(BIN)/mkdocs build --strict
+
+# What the tests of the report look with; they say so where it is missing.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  { $(SUDO) apt-get update && \
+	    $(SUDO) apt-get install --yes --no-install-recommends chromium chromium-driver; }
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -30,4 +48,4 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build site .mypy_cache .pytest_cache .ruff_cache .hypothesis

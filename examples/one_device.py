@@ -1,4 +1,4 @@
-"""One device: what fits, what it costs, what it uploads. This is what `make demo` shows for now.
+"""One device: what fits, what it costs, what it uploads.
 
 python examples/one_device.py
 """

@@ -39,7 +39,7 @@ ADAPTED_IMPORTS: dict[str, set[str]] = {
     "cli": {"rich", "typer"},
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn"},
     "flower": {"cryptography", "flwr", "httpx"},
-    "report": {"matplotlib"},
+    "report": {"jinja2", "markupsafe", "matplotlib", "plotly"},
     "runlog": {"safetensors"},
     "trackers": {"mlflow", "wandb"},
     "vector": {"triton"},

@@ -1,4 +1,8 @@
-"""What the documentation says works: its Python runs, and so do its commands."""
+"""What the documentation says works: its Python runs, and so do its commands.
+
+A block of ``sh long`` takes longer than 20 s; the comment above it, ``<!-- shorter: … -->``, says
+what `make test-docs` runs in its place.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,19 +18,27 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LONG = re.compile(
+    r"^(?:<!-- shorter:\n?(.*?)-->\n)?```sh long\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_snippets_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all pages, as a reader has: int8 kernels are chosen once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(tmp_path: Path, cache: Path) -> Callable[[str, str], None]:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "COCOFL_CACHE": str(tmp_path / "cache"),
+        "COCOFL_CACHE": str(cache),
         "COCOFL_DATA": "",
     }
-    blocks = BLOCK.findall(page.read_text())
-    assert blocks
-    for language, code in blocks:
+
+    def call(language: str, code: str) -> None:
         # A snippet that begins with a file's name is that file.
         named = re.match(r"# (\S+\.py)\n", code)
         script = tmp_path / (named[1] if named else "snippet.py")
@@ -36,3 +49,54 @@ def test_the_snippets_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{code}\n{done.stderr}"
+
+    return call
+
+
+def with_blocks(pattern: re.Pattern[str]) -> list[Path]:
+    return [page for page in PAGES if pattern.search(page.read_text())]
+
+
+@pytest.mark.parametrize("page", with_blocks(BLOCK), ids=lambda page: page.name)
+def test_the_snippets_of_a_page_run_in_order(page: Path, run: Callable[[str, str], None]) -> None:
+    for language, code in BLOCK.findall(page.read_text()):
+        run(language, code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", with_blocks(LONG), ids=lambda page: page.name)
+def test_long_commands_run_at_reduced_size(page: Path, run: Callable[[str, str], None]) -> None:
+    # Files that the page makes are there for its long commands, too.
+    for code in re.findall(r"^```python\n(# \S+\.py\n.*?)^```$", page.read_text(), re.M | re.S):
+        run("python", code)
+    for shorter, _ in LONG.findall(page.read_text()):
+        assert shorter, "every long command has a shorter form in a comment above it"
+        run("sh", shorter)
+
+
+def test_every_page_is_in_the_contents() -> None:
+    contents = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f" {page.name}\n" in contents, f"add {page.name} to nav in mkdocs.yml"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", prose):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "site" / "api" / "index.html").read_text()
+    assert 'id="cocofl.experiment.simulate"' in reference

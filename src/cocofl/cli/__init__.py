@@ -7,17 +7,21 @@ and exit code 2, anything else that goes wrong into exit code 1.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from cocofl.cli.datasets import data_app
 from cocofl.cli.deploying import flower_app
+from cocofl.cli.machine import doctor
 from cocofl.cli.profiling import profile, select
+from cocofl.cli.reporting import report
 from cocofl.cli.running import compare, evaluate, run
 from cocofl.errors import CocoflError
 
@@ -26,16 +30,44 @@ app = typer.Typer(
     help="Federated learning for devices of unequal strength.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
 )
-SIMULATE, DEVICES, DATA = "Compare methods", "Ask what fits a device", "Look at data"
-DEPLOY = "Train on real devices"
-app.command(rich_help_panel=SIMULATE)(run)
-app.command(rich_help_panel=SIMULATE)(compare)
-app.command(rich_help_panel=SIMULATE)(evaluate)
-app.command(rich_help_panel=DEVICES)(profile)
-app.command(rich_help_panel=DEVICES)(select)
-app.add_typer(flower_app, name="flower", rich_help_panel=DEPLOY)
-app.add_typer(data_app, name="data", rich_help_panel=DATA)
+
+
+def _brief(command: Callable[..., Any]) -> str:
+    """What `cocofl --help` says of a command: its first sentence and its example."""
+    text = inspect.cleandoc(command.__doc__ or "")
+    _, _, example = text.partition("Example: ")
+    summary = text.splitlines()[0]
+    return f"{summary}\n[dim]{escape(example)}[/dim]" if example else summary
+
+
+JOBS: dict[str, list[Callable[..., Any]]] = {
+    "Compare methods": [run, compare, evaluate, report],
+    "Ask what fits a device": [profile, select],
+}
+for job, commands in JOBS.items():
+    for command in commands:
+        app.command(rich_help_panel=job, short_help=_brief(command))(command)
+app.add_typer(
+    data_app,
+    name="data",
+    rich_help_panel="Look at data and at this machine",
+    short_help=(
+        "Data sets, and how they are divided over devices.\n"
+        "[dim]cocofl data show digits --split rc[/dim]"
+    ),
+)
+app.command(rich_help_panel="Look at data and at this machine", short_help=_brief(doctor))(doctor)
+app.add_typer(
+    flower_app,
+    name="flower",
+    rich_help_panel="Train on real devices",
+    short_help=(
+        "A deployment with Flower: tried on this machine, or as an app.\n"
+        "[dim]cocofl flower up --supernodes 3 --set rounds=3[/dim]"
+    ),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cocofl import data
-from cocofl.cli.printing import Json, print_json, print_table, right
+from cocofl.cli.printing import Json, print_json, print_table, right, starting
 
 data_app = typer.Typer(
     help="Data sets, and how they are divided over devices.", no_args_is_help=True
@@ -50,7 +50,11 @@ def data_list(data_dir: DataDir = None, as_json: Json = False) -> None:
 @data_app.command("show")
 def data_show(
     name: Annotated[
-        str, typer.Argument(help="A name from `data list`, or package.module:function.")
+        str,
+        typer.Argument(
+            help="A name from `data list`, or package.module:function.",
+            autocompletion=starting(data.REGISTRY),
+        ),
     ],
     split: Annotated[str, typer.Option(help="iid, dirichlet, rc, by_play or natural.")] = "rc",
     alpha: Annotated[float, typer.Option(help="Of the Dirichlet distribution.")] = 0.1,

@@ -1,8 +1,9 @@
-"""How the command line prints: tables and JSON."""
+"""How the command line talks: tables, JSON, and names that a shell completes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -29,3 +30,16 @@ def print_table(table: Table) -> None:
 def print_json(value: Any) -> None:
     """Print data for other programs."""
     print(json.dumps(value, indent=2))
+
+
+def starting(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Completes a word to the names that begin so.
+
+    >>> starting(["mobilenet", "resnet18"])("res")
+    ['resnet18']
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete

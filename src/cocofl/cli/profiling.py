@@ -16,9 +16,10 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from cocofl.budget import Budget, bytes_text
-from cocofl.cli.printing import Json, print_json, print_table, right
+from cocofl.cli.printing import Json, print_json, print_table, right, starting
 from cocofl.errors import InvalidSetting, OtherHardware
 from cocofl.fl.select import feasible, maximal, nothing_fits
+from cocofl.models import MODELS
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
@@ -29,7 +30,13 @@ from cocofl.span import Span
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help="A registry name, or package.module:factory.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A registry name, or package.module:factory.",
+            autocompletion=starting(MODELS),
+        ),
+    ],
     variant: Annotated[str, typer.Option(help="f, ff or qff.")] = "qff",
     backend: Annotated[str, typer.Option(help="auto, reference, onednn or legacy.")] = "auto",
     method: Annotated[str, typer.Option(help="span, or width for HeteroFL and FjORD.")] = "span",
@@ -121,7 +128,12 @@ def _left(seconds: float) -> str:
 
 
 def select(
-    table: Annotated[str, typer.Argument(help="A profile table, or measured:CPU-MODEL.")],
+    table: Annotated[
+        str,
+        typer.Argument(
+            help="A profile table, or measured:CPU-MODEL.", autocompletion=starting(shipped())
+        ),
+    ],
     time: Annotated[str | None, typer.Option(help="0.33 of full, or 30s per round.")] = None,
     memory: Annotated[str | None, typer.Option(help="0.33 of full, or 200MB.")] = None,
     upload: Annotated[str | None, typer.Option(help="0.7 of full, or 1MB.")] = None,

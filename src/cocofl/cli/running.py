@@ -15,6 +15,7 @@ from rich.table import Table
 
 from cocofl.budget import bytes_text
 from cocofl.cli.printing import Json, print_json, print_table, right
+from cocofl.cli.reporting import report_of
 from cocofl.comparison import Comparison, Row
 from cocofl.comparison import compare as compare_strategies
 from cocofl.config import Experiment, parse_value
@@ -31,6 +32,9 @@ Changes = Annotated[
     list[str] | None, typer.Option("--set", help="key=value, such as training.lr=0.05; repeatable.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where the run was interrupted.")]
+Page = Annotated[
+    bool, typer.Option("--report/--no-report", help="Write report.html into the folder.")
+]
 
 
 # What a comparison without a file changes of the quick start: many runs in a few minutes, and
@@ -55,6 +59,7 @@ def run(
     track: Annotated[
         list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; repeatable.")
     ] = None,
+    page: Page = True,
     as_json: Json = False,
 ) -> None:
     """Run one experiment: devices of unequal strength train a model together.
@@ -69,10 +74,13 @@ def run(
         watchers: list[Watcher] = [bar, *(tracker(name, experiment, path) for name in track or [])]
         play = _flower() if experiment.engine.kind == "flower" else simulate
         done = play(experiment, out=path, resume=resume, watchers=watchers)
+    drawn = report_of(done.path) if page else None
     if as_json:
         print_json({"run": str(done.path), **_summary(done)})
         return
     _print_summary(done)
+    if drawn:
+        print(drawn)
 
 
 def compare(
@@ -91,6 +99,7 @@ def compare(
     ] = None,
     resume: Resume = False,
     out: Annotated[Path, typer.Option(help="A folder for all runs.")] = Path("runs/comparison"),
+    page: Page = True,
     as_json: Json = False,
 ) -> None:
     """Compare strategies over several seeds: accuracy overall and per group, mean ± std.
@@ -110,10 +119,13 @@ def compare(
             watchers=[bar],
             announce=bar.announce,
         )
+    drawn = report_of(out) if page else None
     if as_json:
         print_json(comparison.to_dict())
         return
     _print_comparison(comparison)
+    if drawn:
+        print(drawn)
 
 
 def evaluate(

@@ -1,0 +1,215 @@
+"""How large the report of a long comparison is, how long it takes to make and to open.
+
+python bench/report.py [--rounds 1000] [--seeds 3] [--out FOLDER]
+python bench/report.py --out runs/comparison --picture docs/report.png
+
+Makes run folders as `cocofl compare` does, with made-up numbers (nothing is trained), reports
+them, and opens the page in headless Chromium if it is there. A folder that exists is reported as
+it is; --picture keeps what its page looks like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cocofl.config import Experiment
+from cocofl.fl.strategies import STRATEGIES
+from cocofl.report.figures import save_figures
+from cocofl.report.runs import find_runs
+from cocofl.report.writing import write_report
+
+FINAL = {
+    "cocofl": (0.82, 0.78, 0.75),
+    "heterofl": (0.88, 0.55, 0.30),
+    "fjord": (0.87, 0.52, 0.28),
+    "fedavg": (0.92, 0.30, 0.12),
+    "fedavg-full": (0.85, 0.83, 0.84),
+    "centralized": (0.90, 0.89, 0.90),
+}
+GROUPS = ("strong", "medium", "weak")
+BLOCKS = 10
+
+
+def made_up_run(folder: Path, strategy: str, split: str, seed: int, rounds: int) -> None:
+    """A complete run folder with curves as they look."""
+    experiment = Experiment().changed(
+        {"data.split": split, "rounds": rounds, "seed": seed, "evaluation.every": 1}
+    )
+    experiment = experiment.with_strategy(strategy)
+    folder.mkdir(parents=True)
+    (folder / "experiment.toml").write_text(experiment.to_toml())
+    rng = np.random.default_rng([seed, len(strategy), len(split)])
+    goal = np.array(FINAL.get(strategy, (0.7, 0.6, 0.5)))
+    if split == "iid":
+        goal = np.full(3, goal.mean() + 0.05)
+    length = rounds // 10 if strategy == "centralized" else rounds
+    lines = []
+    for number in range(1, length + 1):
+        grown = 1 - np.exp(-5 * number / length)
+        groups = np.clip(goal * grown + rng.normal(0, 0.015, 3), 0, 1)
+        lines.append(
+            json.dumps(
+                {
+                    "round": number,
+                    "lr": 0.1,
+                    "simulated_s": 0.0161 + float(rng.uniform(0, 0.001)),
+                    "bytes_up": int(rng.integers(2_000_000, 3_000_000)),
+                    "loss": float(2.3 * (1 - grown) + 0.1),
+                    "merged": 9,
+                    "late": 0,
+                    "lost": 1,
+                    "rejected": 0,
+                    "infeasible": 0,
+                    "devices": [_device(rng, strategy) for _ in range(10)],
+                    "accuracy": round(float(groups.mean()), 6),
+                    "f1": round(float(groups.mean()) * 0.98, 6),
+                    "class_accuracy": [round(float(groups.mean()), 6)] * 10,
+                    "group_accuracy": dict(
+                        zip(GROUPS, [round(float(g), 6) for g in groups], strict=True)
+                    ),
+                    "device_accuracy": {
+                        "min": round(float(groups.min()) * 0.8, 6),
+                        "p10": 0.4,
+                        "median": 0.6,
+                        "p90": 0.8,
+                        "max": 0.9,
+                    },
+                }
+            )
+        )
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "timing.jsonl").write_text("")
+    (folder / "model.safetensors").write_bytes(b"")  # its being there says: complete
+    about = {
+        "command": "cocofl compare --seeds 3",
+        "cocofl": "0.1.0",
+        "torch": "2.13.0",
+        "python": "3.11.7",
+        "hardware": "made up",
+        "strategy": strategy,
+        "tables": {"qff": "made up: nothing was measured"},
+        "model_blocks": BLOCKS,
+    }
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+def _device(rng: np.random.Generator, strategy: str) -> list[object]:
+    group = int(rng.integers(3))
+    if strategy == "centralized":
+        return [0, "all", f"0:{BLOCKS}", "merged"]
+    if strategy in ("heterofl", "fjord"):
+        return [int(rng.integers(30)), GROUPS[group], ("1", "0.6", "0.4")[group], "merged"]
+    if strategy == "cocofl":
+        length = (BLOCKS, 6, 3)[group]
+        start = int(rng.integers(BLOCKS - length + 1))
+        return [int(rng.integers(30)), GROUPS[group], f"{start}:{start + length}", "merged"]
+    if strategy == "fedavg":
+        group = 0
+    return [int(rng.integers(30)), GROUPS[group], f"0:{BLOCKS}", "merged"]
+
+
+def made_up_comparison(folder: Path, rounds: int, seeds: int) -> None:
+    """All strategies and seeds on two splits, and a run of tuning that is no result."""
+    for split in ("rc", "iid"):
+        for strategy in STRATEGIES:
+            for seed in range(seeds):
+                made_up_run(
+                    folder / split / strategy / f"seed{seed}", strategy, split, seed, rounds
+                )
+    made_up_run(folder / "rc" / "tuning" / "cocofl-lr0.1", "cocofl", "rc", 1_000_003, 5)
+
+
+def browser(*, dark: bool = False, width: int = 1280, height: int = 900) -> Any:
+    """A headless Chromium that keeps what pages say and request; None where there is none."""
+    from selenium import webdriver  # noqa: PLC0415
+    from selenium.webdriver.chrome.service import Service  # noqa: PLC0415
+
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or driver is None:
+        return None
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    # Without a sandbox, as root in a container has none; the page is our own file.
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    found = webdriver.Chrome(options=options, service=Service(driver))
+    scheme = "dark" if dark else "light"
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    found.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    found.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    return found
+
+
+def open_in_browser(page: Path) -> dict[str, int]:
+    """Milliseconds until the page was loaded, and until the charts in view were drawn."""
+    driver = browser()
+    if driver is None:
+        return {}
+    try:
+        driver.get(page.resolve().as_uri())
+        drawn = driver.execute_async_script(
+            "const done = arguments[0];"
+            "const look = () => document.querySelectorAll('.main-svg').length >= 3"
+            " ? done(performance.now()) : setTimeout(look, 20); look();"
+        )
+        loaded = driver.execute_script(
+            "return performance.getEntriesByType('navigation')[0].loadEventEnd"
+        )
+        return {"loaded_ms": round(loaded), "first_charts_drawn_ms": round(drawn)}
+    finally:
+        driver.quit()
+
+
+def picture(page: Path, out: Path, height: int = 1110) -> None:
+    """The top of a page as a small PNG."""
+    from PIL import Image  # noqa: PLC0415
+
+    driver = browser(width=1280, height=height)
+    try:
+        driver.get(page.resolve().as_uri())
+        time.sleep(2)  # for the charts in view
+        shot = driver.get_screenshot_as_png()
+    finally:
+        driver.quit()
+    with Image.open(io.BytesIO(shot)) as image:
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(out, optimize=True)
+    print(f"picture: {out}, {out.stat().st_size / 1e3:.0f} kB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="keep the folder and the page")
+    parser.add_argument("--picture", type=Path, help="what the page looks like, as PNG")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.out or Path(temporary) / "comparison"
+        if not folder.exists():
+            made_up_comparison(folder, arguments.rounds, arguments.seeds)
+        begin = time.perf_counter()
+        page = write_report([folder])
+        print(f"page: {page.stat().st_size / 1e6:.2f} MB, {time.perf_counter() - begin:.1f} s")
+        if arguments.picture:
+            picture(page, arguments.picture)
+            return
+        begin = time.perf_counter()
+        written = save_figures(find_runs([folder]), folder / "figures")
+        print(f"figures: {len(written)} files, {time.perf_counter() - begin:.1f} s")
+        opened = [open_in_browser(page) for _ in range(3)]
+        print(f"in Chromium: {opened if opened[0] else 'not here; make browser installs it'}")
+
+
+if __name__ == "__main__":
+    main()

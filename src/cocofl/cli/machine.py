@@ -1,0 +1,132 @@
+"""``cocofl doctor``: what this machine can do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from cocofl import data
+from cocofl.cli.printing import Json, print_json, print_table
+from cocofl.data.origin import DATA_VARIABLE, cache_dir
+from cocofl.errors import DataNotFound
+from cocofl.freeze.kernels import KERNELS, safe_weight_bits
+from cocofl.profiling import shipped
+from cocofl.profiling.hardware import cpu_name
+
+# What int8 and bfloat16 arithmetic is fast with.
+CPU_FEATURES = (
+    "avx2", "avx512_f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
+)  # fmt: skip
+PACKAGES = (
+    "cocofl", "torch", "numpy", "safetensors", "scikit-learn",
+    "datasets", "matplotlib", "plotly", "flwr", "tensorboard",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination."""
+
+    what: str
+    state: Literal["good", "note", "bad"]
+    found: str
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show what this machine can do: CPU features, int8 kernels, GPU, data sets, versions.
+
+    Example: cocofl doctor
+    """
+    findings = examine()
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+        return
+    signs = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]missing[/]"}
+    table = Table("", "", "this machine", show_header=False)
+    for finding in findings:
+        table.add_row(finding.what, signs[finding.state], escape(finding.found))
+    print_table(table)
+
+
+def examine() -> list[Finding]:
+    """Everything that is worth knowing before a first run, or in a bug report."""
+    return [*_processor(), *_kernels(), *_gpu(), *_data(), *_tables(), *_versions()]
+
+
+def _processor() -> list[Finding]:
+    capabilities: Mapping[str, Any] = torch.cpu.get_capabilities()
+    has = [name for name in CPU_FEATURES if capabilities.get(name)]
+    cores = f"{cpu_name()}, {os.cpu_count()} cores, {platform.machine()}"
+    exact = safe_weight_bits() == 8
+    bits = "8-bit weights" if exact else "7-bit weights, as int8 sums can saturate without VNNI"
+    return [
+        Finding("processor", "good", cores),
+        Finding("its features", "good" if exact else "note", f"{', '.join(has) or 'none'}: {bits}"),
+        Finding("threads of torch", "good", str(torch.get_num_threads())),
+    ]
+
+
+def _kernels() -> list[Finding]:
+    findings = []
+    for name, kernel in KERNELS.items():
+        reason = kernel.missing()
+        state: Literal["good", "note"] = "note" if reason else "good"
+        findings.append(Finding(f"kernel {name}", state, reason or "runs here"))
+    return findings
+
+
+def _gpu() -> list[Finding]:
+    if not torch.cuda.is_available():
+        return [Finding("GPU", "note", f"none that torch {torch.__version__} can use")]
+    return [
+        Finding("GPU", "good", f"{index}: {torch.cuda.get_device_name(index)}")
+        for index in range(torch.cuda.device_count())
+    ]
+
+
+def _data() -> list[Finding]:
+    try:
+        listings = [data.listing(name) for name in data.REGISTRY]
+    except DataNotFound as error:
+        return [Finding("data", "bad", str(error))]
+    here = [entry.name for entry in listings if entry.state in ("ready", "here")]
+    hub = [entry.name for entry in listings if entry.state == "hub"]
+    rest = [entry.name for entry in listings if entry.state == "missing"]
+    folder = cache_dir()
+    at = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    free = f", {shutil.disk_usage(at).free / 1e9:.0f} GB free" if at else ""
+    findings = [
+        Finding("data here", "good", ", ".join(here)),
+        Finding("data on the Hub", "note", ", ".join(hub)),
+        Finding("data not found", "note", ", ".join(rest)),
+        Finding(DATA_VARIABLE, "note", os.environ.get(DATA_VARIABLE, "") or "not set"),
+        Finding("cache", "good", f"{folder}{free}"),
+    ]
+    return [finding for finding in findings if finding.found]
+
+
+def _tables() -> list[Finding]:
+    models = dict.fromkeys(name.rpartition("/")[0] for name in shipped())
+    return [Finding("profile tables", "good", ", ".join(models) or "none")]
+
+
+def _versions() -> list[Finding]:
+    return [Finding("python", "good", platform.python_version())] + [
+        _version(name) for name in PACKAGES
+    ]
+
+
+def _version(name: str) -> Finding:
+    try:
+        return Finding(name, "good", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, "note", "not installed")

@@ -1,0 +1,294 @@
+"""The page's interactive charts, made with plotly.
+
+A trace that belongs to a line says so in its ``meta``: the page shows and hides lines by that.
+Names come from people's files, so they are escaped wherever plotly would read them as markup.
+Fonts, grid and background belong to the page, which knows whether it is light or dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from plotly.offline import get_plotlyjs
+
+from cocofl.profiling import ProfileTable
+from cocofl.report.findings import Curve, Row, Trained
+from cocofl.report.palette import group_colour
+from cocofl.report.runs import Line
+from cocofl.report.sources import Holdings
+
+POINTS = 600
+"""How many points of a curve are drawn at most; see :func:`~cocofl.report.findings.thin`."""
+BUBBLES = 2400
+"""How many bubbles are drawn at most."""
+
+KIND_COLOURS = {"qff": "#0072B2", "ff": "#009E73", "f": "#E69F00", "width": "#D55E00"}
+KIND_SYMBOLS = {"qff": "circle", "ff": "square", "f": "triangle-up", "width": "x"}
+
+
+def library() -> str:
+    """The JavaScript that draws the charts, for a page that requests nothing."""
+    return str(get_plotlyjs())
+
+
+AXES = {
+    "rounds": ("round", "round %{x}"),
+    "simulated_s": ("simulated time / s", "%{x:.4g} s"),
+    "bytes_up": ("uploaded / MB", "%{x:.4g} MB"),
+}
+
+
+def accuracy_chart(
+    lines: Sequence[Line], curves: Sequence[Curve], colours: Mapping[str, str], axis: str
+) -> go.Figure:
+    """Accuracy of every line over rounds, simulated seconds or uploaded bytes.
+
+    The band reaches from the worst to the best seed. Training with all data in one place has no
+    rounds, devices or uploads: it is a level.
+    """
+    title, where = AXES[axis]
+    figure = go.Figure()
+    # Before anything is trained, everybody is at the same place; a curve begins at its first test.
+    ends = [_axis(one, axis)[-1] for line, one in _pairs(lines, curves) if not _is_level(line)]
+    for line, one in _pairs(lines, curves):
+        colour, name = colours[line.label], escape(line.label)
+        if _is_level(line):
+            x, y = [0, max(ends, default=1)], [_percent(one.mean[-1:])[0]] * 2
+        else:
+            x, y = _rounded(_axis(one, axis)), _percent(one.mean)
+            if len(line.runs) > 1:
+                figure.add_trace(_band(x, one, line, colour))
+        figure.add_trace(
+            go.Scatter(
+                x=x,
+                y=y,
+                name=name,
+                mode="lines+markers" if len(x) < 30 and not _is_level(line) else "lines",
+                line={"color": colour, "width": 2, "dash": "dash" if line.is_bound else "solid"},
+                marker={"size": 5},
+                hovertemplate=f"<b>{name}</b> %{{y:.1f}} %<br>{where}<extra></extra>",
+                meta={"line": line.label},
+            )
+        )
+    figure.update_xaxes(title=title, rangemode="tozero")
+    figure.update_yaxes(title="accuracy / %", rangemode="tozero")
+    return figure
+
+
+def group_chart(
+    lines: Sequence[Line], curves: Sequence[Curve], colours: Mapping[str, str], group: str
+) -> go.Figure:
+    """What one group's devices see, over the rounds."""
+    figure = go.Figure()
+    for line, one in _pairs(lines, curves):
+        name, values = escape(line.label), one.groups[group]
+        x, y = _rounded(one.rounds), _percent(values)
+        if _is_level(line):
+            last = max((int(c.rounds[-1]) for c in curves), default=1)
+            x, y = [0, last], [y[-1]] * 2
+        figure.add_trace(
+            go.Scatter(
+                x=x,
+                y=y,
+                name=name,
+                mode="lines",
+                line={
+                    "color": colours[line.label],
+                    "width": 2,
+                    "dash": "dash" if line.is_bound else "solid",
+                },
+                hovertemplate=f"<b>{name}</b> %{{y:.1f}} %<br>round %{{x}}<extra></extra>",
+                meta={"line": line.label},
+            )
+        )
+    figure.update_xaxes(title="round", rangemode="tozero")
+    figure.update_yaxes(title=f"accuracy of {escape(group)} / %", range=[0, 100])
+    return figure
+
+
+def fairness_chart(rows: Sequence[Row], groups: Sequence[str]) -> go.Figure:
+    """The final accuracy of each group under each line: the paper's fairness figure."""
+    figure = go.Figure()
+    for index, group in enumerate(groups):
+        for row in rows:
+            found, name = row.groups[group], escape(row.label)
+            figure.add_trace(
+                go.Bar(
+                    x=[name],
+                    y=_percent(np.array([found.mean])),
+                    error_y={
+                        "type": "data",
+                        "array": [round(100 * (found.std or 0.0), 2)],
+                        "visible": found.std is not None,
+                        "thickness": 1,
+                        "width": 3,
+                    },
+                    name=escape(group),
+                    legendgroup=escape(group),
+                    showlegend=row is rows[0],
+                    offsetgroup=str(index),
+                    marker={"color": group_colour(index)},
+                    hovertemplate=(
+                        f"<b>{name}</b><br>{escape(group)}: {found.percent()} %<extra></extra>"
+                    ),
+                    meta={"line": row.label},
+                )
+            )
+    figure.update_layout(barmode="group", showlegend=True)
+    figure.update_yaxes(title="accuracy / %", range=[0, 104])
+    return figure
+
+
+def trained_chart(found: Trained) -> go.Figure:
+    """How often each block was trained by each group (or each width)."""
+    hover = [[f"{share:.0%} of the group's updates" for share in shares] for shares in found.shares]
+    names = [escape(name) for name in found.groups]
+    figure = go.Figure(
+        go.Heatmap(
+            z=_rounded(found.updates),
+            x=[escape(column) for column in found.columns],
+            y=names,
+            text=hover,
+            zmin=0,
+            zmax=max(float(found.updates.max(initial=0)), 1e-9),
+            xgap=1,
+            ygap=1,
+            colorbar={"thickness": 10, "title": {"text": "per round", "side": "right"}},
+            hovertemplate=(
+                f"<b>%{{y}}</b>, {found.what} %{{x}}<br>%{{z:.2f}} updates per round<br>"
+                "%{text}<extra></extra>"
+            ),
+        )
+    )
+    figure.update_xaxes(title=found.what, type="category", showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    return figure
+
+
+def bubbles_chart(held: Holdings) -> tuple[go.Figure, str]:
+    """Device × class, area = samples, colour = group; and a note where devices are left out."""
+    order = np.argsort(held.group_of, kind="stable")
+    room = max(1, BUBBLES // max(1, len(held.class_names)))
+    shown = order
+    if len(order) > room:
+        shown = order[np.linspace(0, len(order) - 1, room).astype(np.int64)]
+    largest = max(int(held.counts.max(initial=1)), 1)
+    figure = go.Figure()
+    for index, group in enumerate(held.group_names):
+        places = np.flatnonzero(held.group_of[shown] == index)
+        device, label = np.nonzero(held.counts[shown[places]])
+        samples = held.counts[shown[places]][device, label]
+        figure.add_trace(
+            go.Scatter(
+                x=places[device].tolist(),
+                y=[_class_name(held.class_names[i]) for i in label],
+                customdata=np.stack([shown[places][device], samples], axis=1).tolist(),
+                mode="markers",
+                name=escape(group),
+                marker={
+                    "color": group_colour(index),
+                    "size": samples.tolist(),
+                    "sizemode": "area",
+                    "sizeref": 2 * largest / 16**2,
+                    "line": {"width": 0},
+                    "opacity": 0.85,
+                },
+                hovertemplate=(
+                    f"device %{{customdata[0]}} ({escape(group)})<br>class %{{y}}: "
+                    "%{customdata[1]} samples<extra></extra>"
+                ),
+            )
+        )
+    names = [_class_name(name) for name in held.class_names]
+    figure.update_xaxes(title="device, by group", showticklabels=False, zeroline=False)
+    figure.update_yaxes(
+        title="class",
+        type="category",
+        categoryorder="array",
+        categoryarray=names,
+        range=[len(names) - 0.4, -0.6],
+    )
+    figure.update_layout(showlegend=True)
+    note = "" if len(shown) == len(order) else f"{len(shown)} of {len(order)} devices are shown. "
+    return figure, note
+
+
+def profile_chart(tables: Sequence[ProfileTable], what: str) -> go.Figure:
+    """Every configuration's time or memory over its upload, as fractions of full training."""
+    figure = go.Figure()
+    for table in tables:
+        kind = "width" if table.method == "width" else table.variant
+        name = "widths" if kind == "width" else f"spans, {escape(table.variant)}"
+        figure.add_trace(
+            go.Scatter(
+                x=_rounded(table.upload),
+                y=_rounded(table.time if what == "time" else table.memory),
+                text=[str(item) for item in table.configurations],
+                name=name,
+                mode="markers",
+                marker={
+                    "color": KIND_COLOURS.get(kind, "#6B7280"),
+                    "symbol": KIND_SYMBOLS.get(kind, "circle"),
+                    "size": 7,
+                    "opacity": 0.75,
+                },
+                hovertemplate=(
+                    f"<b>{name} %{{text}}</b><br>upload %{{x:.2f}}, {what} %{{y:.2f}} of full"
+                    "<extra></extra>"
+                ),
+            )
+        )
+    figure.update_xaxes(title="upload / full", range=[-0.03, 1.05])
+    figure.update_yaxes(title=f"{what} / full", rangemode="tozero")
+    figure.update_layout(showlegend=True)
+    return figure
+
+
+def _pairs(lines: Sequence[Line], curves: Sequence[Curve]) -> list[tuple[Line, Curve]]:
+    return list(zip(lines, curves, strict=True))
+
+
+def _is_level(line: Line) -> bool:
+    return line.strategy == "centralized"
+
+
+def _axis(one: Curve, axis: str) -> NDArray[Any]:
+    values: NDArray[Any] = getattr(one, axis)
+    return values / 1e6 if axis == "bytes_up" else values
+
+
+def _band(x: list[Any], one: Curve, line: Line, colour: str) -> go.Scatter:
+    edges = _percent(one.low) + _percent(one.high)[::-1]
+    return go.Scatter(
+        x=x + x[::-1],
+        y=edges,
+        fill="toself",
+        fillcolor=colour,
+        opacity=0.18,
+        line={"width": 0},
+        mode="lines",
+        hoverinfo="skip",
+        showlegend=False,
+        meta={"line": line.label},
+    )
+
+
+def _class_name(name: str) -> str:
+    """Characters are classes too, and some do not print."""
+    return escape(name if name.strip() and name.isprintable() else repr(name))
+
+
+def _percent(values: NDArray[Any]) -> list[float]:
+    return [round(100 * float(value), 2) for value in values]
+
+
+def _rounded(values: NDArray[Any]) -> list[Any]:
+    """Six digits are more than can be seen, and half the bytes."""
+    if values.ndim > 1:
+        return [_rounded(row) for row in values]
+    return [value if isinstance(value, int) else float(f"{value:.6g}") for value in values.tolist()]

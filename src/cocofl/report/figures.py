@@ -1,0 +1,159 @@
+"""The same figures for a paper: PNG and SVG, made with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cocofl.errors import CocoflError
+from cocofl.experiment import Run
+from cocofl.report.bubbles import bubble_chart
+from cocofl.report.findings import Curve, curve, summary, trained
+from cocofl.report.palette import group_colour, line_colours
+from cocofl.report.profiles import profiling_figure
+from cocofl.report.runs import Scene, arrange
+from cocofl.report.sources import Sources
+
+FORMATS = (".png", ".svg")
+_AXES: tuple[tuple[str, Callable[[Curve], Any]], ...] = (
+    ("round", lambda one: one.rounds),
+    ("simulated time / s", lambda one: one.simulated_s),
+    ("uploaded / MB", lambda one: one.bytes_up / 1e6),
+)
+
+
+def save_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Draw every figure of every scene into a folder; the files that were written."""
+    scenes = arrange(runs)
+    colours = line_colours([line for scene in scenes for line in scene.lines])
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for index, scene in enumerate(scenes):
+        mark = f"-{_slug(scene.title)}" if len(scenes) > 1 else ""
+        if len({_slug(other.title) for other in scenes}) < len(scenes):
+            mark = f"-{index}"
+        for name, figure in scene_figures(scene, colours).items():
+            for kind in FORMATS:
+                path = folder / f"{name}{mark}{kind}"
+                figure.savefig(path)
+                written.append(path)
+    return written
+
+
+def scene_figures(scene: Scene, colours: Mapping[str, str]) -> dict[str, Figure]:
+    """The figures of a scene by name; without those whose data or tables are not here."""
+    figures = {
+        "accuracy": accuracy_figure(scene, colours),
+        "fairness": fairness_figure(scene),
+        "blocks": trained_figure(scene),
+    }
+    sources = Sources(scene)
+    try:
+        held = sources.holdings()
+        figures["data"] = bubble_chart(
+            held.counts, held.group_of, held.class_names, held.group_names, _plain(scene.title)
+        )
+        tables = sources.tables()
+        figures["profile"] = profiling_figure(tables, f"{tables[0].model}: what spans cost")
+    except (CocoflError, OSError):
+        pass  # the report says why
+    return figures
+
+
+def accuracy_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
+    """Accuracy over rounds, simulated time and uploaded bytes; bands are worst to best seed."""
+    figure = Figure(figsize=(11.0, 3.6), dpi=150, layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    curves = {line.label: curve(line) for line in scene.lines}
+    for axes, (title, along) in zip(panels, _AXES, strict=True):
+        for line in scene.lines:
+            one, colour = curves[line.label], colours[line.label]
+            style = "--" if line.is_bound else "-"
+            if line.strategy == "centralized":
+                level = 100 * float(one.mean[-1])
+                axes.axhline(level, color=colour, ls=style, label=_plain(line.label))
+                continue
+            x = along(one)
+            axes.plot(x, 100 * one.mean, color=colour, ls=style, lw=1.4, label=_plain(line.label))
+            if len(line.runs) > 1:
+                band = {"color": colour, "alpha": 0.18, "linewidth": 0}
+                axes.fill_between(x, 100 * one.low, 100 * one.high, **band)
+        axes.set_xlabel(title)
+        axes.set_xlim(left=0)
+        _bare(axes)
+    panels[0].set_ylabel("accuracy / %")
+    panels[0].set_ylim(bottom=0)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False
+    )
+    return figure
+
+
+def fairness_figure(scene: Scene) -> Figure:
+    """The final accuracy of each group under each strategy."""
+    rows, groups = [summary(line) for line in scene.lines], scene.groups
+    width_in = max(4.0, 1.0 + 1.1 * len(rows))
+    figure = Figure(figsize=(width_in, 3.4), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    bar = 0.8 / len(groups)
+    for index, group in enumerate(groups):
+        found = [row.groups[group] for row in rows]
+        axes.bar(
+            np.arange(len(rows)) + (index - (len(groups) - 1) / 2) * bar,
+            [100 * one.mean for one in found],
+            bar,
+            yerr=[100 * (one.std or 0.0) for one in found] if found[0].std is not None else None,
+            error_kw={"elinewidth": 0.8, "capsize": 2},
+            color=group_colour(index),
+            label=_plain(group),
+        )
+    axes.set_xticks(range(len(rows)), [_plain(row.label) for row in rows], fontsize=8)
+    axes.set_ylabel("accuracy of the group / %")
+    axes.set_ylim(0, 104)
+    _bare(axes)
+    figure.legend(loc="outside upper right", ncols=len(groups), frameon=False, fontsize=8)
+    return figure
+
+
+def trained_figure(scene: Scene) -> Figure:
+    """How often each group trained each block (or width) under each strategy."""
+    found = [(line.label, trained(line, scene.groups)) for line in scene.lines]
+    height_in = sum(0.75 + 0.22 * len(one.groups) for _, one in found)
+    figure = Figure(figsize=(6.4, height_in), dpi=150, layout="constrained")
+    ratios = [0.75 + 0.22 * len(one.groups) for _, one in found]
+    panels = figure.subplots(len(found), 1, squeeze=False, height_ratios=ratios)[:, 0]
+    for axes, (label, one) in zip(panels, found, strict=True):
+        image = axes.imshow(one.updates, aspect="auto", cmap="Blues", vmin=0)
+        axes.set_yticks(range(len(one.groups)), [_plain(name) for name in one.groups], fontsize=7)
+        axes.set_xticks(range(len(one.columns)), one.columns, fontsize=7)
+        axes.set_title(f"{_plain(label)}: updates per round, by {one.what}", loc="left", fontsize=8)
+        figure.colorbar(image, ax=axes, pad=0.01).ax.tick_params(labelsize=6)
+    return figure
+
+
+def _bare(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.92", linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def _plain(name: str) -> str:
+    """Dollars begin formulas in matplotlib, and a leading underscore hides a name."""
+    text = name.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def _slug(title: str) -> str:
+    """A part of a file's name.
+
+    >>> _slug("split rc, alpha 0.1")
+    'split-rc-alpha-0.1'
+    """
+    kept = "".join(sign if sign.isalnum() or sign in "._" else "-" for sign in title)
+    return "-".join(part for part in kept.split("-") if part)

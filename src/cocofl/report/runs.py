@@ -1,0 +1,186 @@
+"""Which runs to report, and which of them belong together.
+
+Runs that differ by their seed only are one *line*. Lines on the same data, model and devices can
+be compared and make one *scene*.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cocofl.errors import RunFolderProblem
+from cocofl.experiment import Run
+from cocofl.runlog import EXPERIMENT, METRICS
+
+TUNING = "tuning"
+"""Where a comparison keeps the runs on which it chose learning rates; they are no results."""
+
+BOUNDS = ("fedavg-full", "centralized")
+"""Strategies that ignore budgets: what could be reached, not rivals."""
+
+# Accuracies compare only where these agree; everything else is what is being compared.
+_SCENE_SECTIONS = ("data", "model", "devices")
+# What changes nothing but the seed of a run, its name or its speed.
+_NEUTRAL = ("name", "seed", "engine.kind", "engine.workers", "engine.checkpoint_every", "data.dir")
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One strategy with its settings: the runs that differ by seed only, and a short name."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def strategy(self) -> str:
+        """The strategy's name."""
+        return self.runs[0].experiment.strategy.name
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it ignores budgets."""
+        return self.strategy in BOUNDS
+
+    @property
+    def finals(self) -> list[dict[str, Any]]:
+        """The last evaluation of each run."""
+        return [run.final for run in self.runs]
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """Lines that can be compared. The title says what sets this scene apart from others."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of the device groups."""
+        return list(self.lines[0].runs[0].final["group_accuracy"])
+
+    @property
+    def first(self) -> Run:
+        """Any of its runs; they agree on data, model and devices."""
+        return self.lines[0].runs[0]
+
+
+def find_runs(paths: Iterable[Path]) -> list[Run]:
+    """The run folders at or below these paths, each once, without those of tuning."""
+    found: dict[Path, Run] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise RunFolderProblem(f"{path} is not a folder; expected a run or a comparison")
+        below = [path] if (path / EXPERIMENT).is_file() else _below(path)
+        if not below:
+            raise RunFolderProblem(
+                f"{path} holds no run: neither it nor a folder below it has an {EXPERIMENT}"
+            )
+        for folder in below:
+            found.setdefault(folder.resolve(), Run.open(folder))
+    return list(found.values())
+
+
+def _below(path: Path) -> list[Path]:
+    folders = (file.parent for file in path.rglob(EXPERIMENT))
+    runs = [folder for folder in folders if TUNING not in folder.relative_to(path).parts]
+    # In the order in which they were made: that of the comparison.
+    return sorted(runs, key=lambda run: ((run / EXPERIMENT).stat().st_mtime_ns, run))
+
+
+def arrange(runs: Sequence[Run]) -> list[Scene]:
+    """Scenes of lines of runs, in the order in which they came."""
+    evaluated = [run for run in runs if run.evaluated]
+    if not evaluated:
+        names = ", ".join(str(run.path) for run in runs[:3])
+        raise RunFolderProblem(
+            f"nothing to report yet: {names} {'has' if len(runs) == 1 else 'have'} no evaluated "
+            f"round in {METRICS}"
+        )
+    flat = {run.path: flatten(run.experiment.to_dict()) for run in evaluated}
+    scenes: dict[str, list[Run]] = {}
+    for run in evaluated:
+        scenes.setdefault(_key(flat[run.path], scene=True), []).append(run)
+    titles = _titles([flat[members[0].path] for members in scenes.values()], scene=True)
+    return [
+        Scene(title or _default_title(members[0]), _lines(members, flat))
+        for title, members in zip(titles, scenes.values(), strict=True)
+    ]
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names.
+
+    >>> flatten({"rounds": 3, "data": {"split": "rc"}})
+    {'rounds': 3, 'data.split': 'rc'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and not prefix:
+            flat |= flatten(value, f"{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _lines(members: Sequence[Run], flat: Mapping[Path, Mapping[str, Any]]) -> tuple[Line, ...]:
+    lines: dict[str, list[Run]] = {}
+    for run in members:
+        lines.setdefault(_key(flat[run.path], scene=False), []).append(run)
+    by_name: dict[str, list[list[Run]]] = {}
+    for runs in lines.values():
+        by_name.setdefault(runs[0].experiment.strategy.name, []).append(runs)
+    made: list[Line] = []
+    for name, alike in by_name.items():
+        titles = _titles([flat[runs[0].path] for runs in alike], scene=False)
+        made += [
+            Line(f"{name}, {title}" if title else name, tuple(sorted(runs, key=_seed)))
+            for title, runs in zip(titles, alike, strict=True)
+        ]
+    return tuple(made)
+
+
+def _seed(run: Run) -> int:
+    return run.experiment.seed
+
+
+def _is_of_scene(key: str) -> bool:
+    return key.split(".", maxsplit=1)[0] in _SCENE_SECTIONS
+
+
+def _key(settings: Mapping[str, Any], *, scene: bool) -> str:
+    chosen = {
+        key: value
+        for key, value in settings.items()
+        if key not in _NEUTRAL and _is_of_scene(key) == scene
+    }
+    return json.dumps(chosen, sort_keys=True, default=str)
+
+
+def _titles(settings: Sequence[Mapping[str, Any]], *, scene: bool) -> list[str]:
+    """For each what sets it apart from the others."""
+    keys = list(dict.fromkeys(key for one in settings for key in one))
+    differing = [
+        key
+        for key in keys
+        if key not in _NEUTRAL
+        and _is_of_scene(key) == scene
+        and len({json.dumps(one.get(key), default=str) for one in settings}) > 1
+    ]
+    return [
+        ", ".join(f"{key.split('.')[-1]} {_text(one.get(key))}" for key in differing)
+        for one in settings
+    ]
+
+
+def _text(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+def _default_title(run: Run) -> str:
+    data = run.experiment.data
+    return f"{data.name}, split {data.split}"

@@ -1,0 +1,90 @@
+"""What a run was made from, looked up again: who holds what data, and what configurations cost.
+
+A run folder names its data and its tables; it does not hold them. Where they cannot be had any
+more (the data is on another machine, a strategy was never saved), the report says so instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cocofl import data
+from cocofl.config import Experiment
+from cocofl.errors import CocoflError, DataNotFound, OtherHardware
+from cocofl.experiment import Setup
+from cocofl.profiling import ProfileTable
+from cocofl.report.runs import Line, Scene
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """Who holds what: samples per device and class, and the group of each device."""
+
+    counts: NDArray[np.int64]
+    group_of: NDArray[np.int64]
+    class_names: tuple[str, ...]
+    group_names: tuple[str, ...]
+    seed: int
+
+
+class Sources:
+    """The data and the tables of a scene."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._lines = scene.lines
+        self._experiment: Experiment = scene.first.experiment
+
+    def holdings(self) -> Holdings:
+        """Who held what in the scene's first run."""
+        setup = self._setup
+        facts = setup.data.facts
+        counts = data.partition.class_counts(
+            setup.partition, setup.data.train.labels, facts.num_classes
+        )
+        return Holdings(
+            counts,
+            np.asarray(setup.devices.group_of),
+            tuple(facts.class_names),
+            tuple(group.name for group in setup.devices.groups),
+            self._experiment.seed,
+        )
+
+    def tables(self) -> list[ProfileTable]:
+        """The tables of spans, one per variant that was used, and that of widths."""
+        found = [self._setup.tables.spans(variant) for variant in _variants(self._lines)]
+        try:
+            found.append(self._setup.tables.widths())
+        except CocoflError:
+            # The user's own model may have no width; then there is nothing to set beside spans.
+            if any(line.strategy in ("heterofl", "fjord") for line in self._lines):
+                raise
+        return found
+
+    @cached_property
+    def _setup(self) -> Setup:
+        settings = self._experiment.data
+        # A report is no reason to download a data set.
+        if ":" not in settings.name:
+            listed = data.listing(settings.name, data_dir=settings.dir or None)
+            if listed.state not in ("ready", "here"):
+                raise DataNotFound(f"the data set {settings.name} is not on this machine")
+        with warnings.catch_warnings():
+            # Said in the table's own description, which the report shows.
+            warnings.simplefilter("ignore", OtherHardware)
+            # No strategy is played here, and the run's own may have been the user's.
+            return Setup(self._experiment.with_strategy("fedavg-full"))
+
+
+def _variants(lines: Sequence[Line]) -> list[str]:
+    used = [
+        str(line.runs[0].experiment.strategy.options.get("variant", "qff"))
+        for line in lines
+        if line.strategy == "cocofl"
+    ]
+    return list(dict.fromkeys(used)) or ["qff"]

@@ -1,0 +1,319 @@
+"""``report.html``: everything about one run or many, in one file that requests nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from cocofl.budget import bytes_text
+from cocofl.engine.rounds import STATUSES
+from cocofl.errors import CocoflError
+from cocofl.experiment import Run
+from cocofl.report import charts
+from cocofl.report.findings import Row, ahead, curve, summary, trained
+from cocofl.report.palette import ON_DARK, line_colours
+from cocofl.report.runs import Line, Scene, arrange, find_runs, flatten
+from cocofl.report.sources import Sources
+from cocofl.runlog import write_text
+
+REPORT = "report.html"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A chart in its frame; ``of`` names the line that it belongs to, if it is one line's."""
+
+    chart: str
+    title: str
+    height_px: int
+    caption: str = ""
+    of: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the page shows of a scene."""
+
+    title: str
+    rows: list[Row]
+    behind: dict[str, float]
+    groups: list[str]
+    statuses: list[str]
+    """What became of updates, where it happened at all."""
+    headline: str
+    accuracy: list[Card]
+    fairness: list[Card]
+    trained: list[Card]
+    data: list[Card]
+    missing_data: str = ""
+
+
+@dataclass
+class Drawings:
+    """The charts of a page, by the id of their place."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, figure: Any, title: str, height_px: int, caption: str = "", of: str = "") -> Card:
+        """Keep a chart; the card that shows it."""
+        name = f"chart-{len(self.figures)}"
+        content = json.loads(figure.to_json())
+        # The page has a style of its own; plotly's would be in every chart once more.
+        content["layout"].pop("template", None)
+        self.figures[name] = content
+        return Card(name, title, height_px, caption, of)
+
+
+def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """Report the runs at or below these paths; the file, by default beside what it reports."""
+    target = out or paths[0] / REPORT
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_text(target, report_page(find_runs(paths)))
+    return target
+
+
+def report_page(runs: Sequence[Run]) -> str:
+    """The page as text."""
+    scenes = arrange(runs)
+    lines = [line for scene in scenes for line in scene.lines]
+    colours = line_colours(lines)
+    drawings = Drawings()
+    sources = [Sources(scene) for scene in scenes]
+    stages = [
+        _stage(scene, one, colours, drawings) for scene, one in zip(scenes, sources, strict=True)
+    ]
+    profiles, missing_profiles = _profile_cards(sources, drawings)
+    reported = [run for line in lines for run in line.runs]
+    skipped = [str(run.path) for run in runs if run not in reported]
+    page = {
+        "title": " and ".join(dict.fromkeys(run.experiment.name for run in reported)),
+        "subtitle": _subtitle(reported),
+        "stages": stages,
+        "chips": [
+            {"label": label, "colour": colour, "bound": _is_bound(lines, label)}
+            for label, colour in colours.items()
+        ],
+        "unfinished": [str(run.path) for run in reported if not run.folder.is_complete],
+        "skipped": skipped,
+        "profiles": profiles,
+        "missing_profiles": missing_profiles,
+        "settings": _settings(reported),
+        "tomls": [(str(run.path), run.folder.experiment) for run in _one_per_line(lines)],
+        "tables": _tables(lines),
+        "made_with": _made_with(reported),
+        "commands": _commands(reported),
+        "charts": _json(drawings.figures),
+        "on_dark": _json(ON_DARK),
+        "library": Markup(charts.library().replace("</script", "<\\/script")),
+    }
+    environment = Environment(
+        loader=PackageLoader("cocofl.report", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"bytes": bytes_text, "seconds": seconds_text}
+    return environment.get_template("report.html").render(page)
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration for a person to read.
+
+    >>> seconds_text(0.25), seconds_text(90), seconds_text(7200)
+    ('0.25 s', '90 s', '2 h')
+    """
+    for unit, size in (("d", 172_800 / 2), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _stage(scene: Scene, sources: Sources, colours: Mapping[str, str], drawings: Drawings) -> Stage:
+    lines, groups = scene.lines, scene.groups
+    rows = [summary(line) for line in lines]
+    curves = [curve(line, charts.POINTS) for line in lines]
+    band = "The band reaches from the worst to the best seed."
+    several = any(row.seeds > 1 for row in rows)
+    accuracy = [
+        drawings.add(
+            charts.accuracy_chart(lines, curves, colours, axis),
+            f"Accuracy over {title}",
+            330,
+            band if several and axis == "rounds" else "",
+        )
+        for axis, title in (
+            ("rounds", "rounds"),
+            ("simulated_s", "simulated time"),
+            ("bytes_up", "uploaded bytes"),
+        )
+    ]
+    bars = drawings.add(
+        charts.fairness_chart(rows, groups),
+        "Final accuracy of each group",
+        330,
+        "Classes weighted as often as the group's devices have them.",
+    )
+    fairness = [replace(bars, wide=True)]
+    fairness += [
+        drawings.add(
+            charts.group_chart(lines, curves, colours, group), f"Accuracy of {group} devices", 280
+        )
+        for group in groups
+    ]
+    data, missing_data = _data_cards(sources, drawings)
+    return Stage(
+        title=scene.title,
+        rows=rows,
+        behind={label: -points for label, points in ahead(scene)},
+        groups=groups,
+        statuses=[s for s in STATUSES if s == "merged" or any(row.updates[s] for row in rows)],
+        headline=_headline(scene, rows),
+        accuracy=accuracy,
+        fairness=fairness,
+        trained=[_trained_card(line, groups, drawings) for line in lines],
+        data=data,
+        missing_data=missing_data,
+    )
+
+
+def _trained_card(line: Line, groups: Sequence[str], drawings: Drawings) -> Card:
+    found = trained(line, groups)
+    height_px = 110 + 34 * len(found.groups)
+    return drawings.add(charts.trained_chart(found), line.label, height_px, of=line.label)
+
+
+def _data_cards(sources: Sources, drawings: Drawings) -> tuple[list[Card], str]:
+    """Who holds what, or why that is not shown."""
+    try:
+        held = sources.holdings()
+    except (CocoflError, OSError) as error:
+        return [], str(error)
+    figure, note = charts.bubbles_chart(held)
+    caption = f"{note}Area = samples; the split of seed {held.seed}."
+    height_px = 120 + max(160, min(1400, 22 * len(held.class_names)))
+    return [drawings.add(figure, "Who holds what", height_px, caption)], ""
+
+
+def _profile_cards(sources: Sequence[Sources], drawings: Drawings) -> tuple[list[Card], list[str]]:
+    """What the tables say, each once, and why some are not shown."""
+    cards: dict[str, list[Card]] = {}
+    missing: dict[str, None] = {}
+    for one in sources:
+        try:
+            tables = one.tables()
+        except (CocoflError, OSError) as error:
+            missing[str(error)] = None
+            continue
+        names = "; ".join(table.describe() for table in tables)
+        if names not in cards:
+            cards[names] = [
+                drawings.add(
+                    charts.profile_chart(tables, what),
+                    f"{tables[0].model}: {what} and upload",
+                    330,
+                    f"Memory is {tables[0].memory_kind} memory." if what == "memory" else "",
+                )
+                for what in ("time", "memory")
+            ]
+    return [card for both in cards.values() for card in both], list(missing)
+
+
+def _headline(scene: Scene, rows: Sequence[Row]) -> str:
+    margins = ahead(scene)
+    if not margins:
+        return ""
+    label, points = min(margins, key=lambda pair: pair[1])
+    ours = next(
+        row for row, line in zip(rows, scene.lines, strict=True) if line.strategy == "cocofl"
+    )
+    where = "ahead of" if points >= 0 else "behind"
+    return (
+        f"{ours.label} reaches {ours.accuracy.percent()} %, {abs(points):.1f} points {where} the "
+        f"best other method that obeys the same budgets ({label})."
+    )
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    def each(values: Sequence[Any]) -> str:
+        return ", ".join(dict.fromkeys(str(value) for value in values))
+
+    experiments = [run.experiment for run in runs]
+    seeds = len({experiment.seed for experiment in experiments})
+    return (
+        f"{each([e.model.name for e in experiments])} on {each([e.data.name for e in experiments])}"
+        f", split {each([e.data.split for e in experiments])}; "
+        f"{each([e.devices.per_round for e in experiments])} of "
+        f"{each([e.devices.count for e in experiments])} devices a round, "
+        f"{each([e.rounds for e in experiments])} rounds, "
+        f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
+    )
+
+
+def _is_bound(lines: Sequence[Line], label: str) -> bool:
+    return any(line.is_bound for line in lines if line.label == label)
+
+
+def _one_per_line(lines: Sequence[Line]) -> list[Run]:
+    return [line.runs[0] for line in lines]
+
+
+def _settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Each setting with the values it takes among the runs."""
+    flat = [flatten(run.experiment.to_dict()) for run in runs]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    return [
+        (key, ", ".join(dict.fromkeys(_plain(one[key]) for one in flat if key in one)))
+        for key in keys
+        if key != "name"
+    ]
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str) if value != "" else "–"
+
+
+def _tables(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
+    """Which profile table served which line."""
+    served: dict[str, dict[str, None]] = {}
+    for line in lines:
+        for run in line.runs:
+            found = run.folder.about.get("tables", {})
+            served.setdefault(line.label, {}).update(dict.fromkeys(map(str, found.values())))
+    return [(label, list(names) or ["none was asked"]) for label, names in served.items()]
+
+
+def _made_with(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    abouts = [run.folder.about for run in runs]
+    return [
+        (key, ", ".join(dict.fromkeys(str(about[key]) for about in abouts if key in about)))
+        for key in ("cocofl", "torch", "python", "hardware")
+    ]
+
+
+def _commands(runs: Sequence[Run]) -> list[str]:
+    """As it was run, where that was a command; else the file that says everything."""
+    typed = dict.fromkeys(str(run.folder.about.get("command", "")) for run in runs)
+    commands = [one for one in typed if one.startswith(("cocofl run", "cocofl compare"))]
+    if commands:
+        return commands
+    return [
+        shlex.join(["cocofl", "run", str(run.path / "experiment.toml"), "--out", "runs/again"])
+        for run in runs
+    ]
+
+
+def _json(value: Any) -> Markup:
+    """JSON that can stand in a script element, whatever it holds."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return Markup(text)
