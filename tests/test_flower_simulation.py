@@ -32,7 +32,7 @@ def on_flower(folder: Path, settings: list[str]) -> Path:
     out = folder / "flower"
     sets = [word for setting in settings for word in ("--set", setting)]
     done = subprocess.run(
-        [COCOFL, "run", "--engine", "flower", "--json", "--out", out, *sets],
+        [COCOFL, "run", "--engine", "flower", "--no-report", "--json", "--out", out, *sets],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
