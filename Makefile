@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 
 SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: demo test test-slow test-docs lint types docs browser clean
+.PHONY: demo test test-slow test-faults test-docs lint types docs browser clean
 
 # Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
 demo: $(VENV)/installed
@@ -13,10 +13,13 @@ demo: $(VENV)/installed
 	@echo "Open $(CURDIR)/runs/demo/report.html"
 
 test: lint types
-	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow"
+	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow and not faults"
 
 test-slow: $(VENV)/installed
-	$(BIN)/pytest --numprocesses 2 --dist loadscope
+	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not faults"
+
+test-faults: $(VENV)/installed
+	$(BIN)/pytest -m faults -s tests/test_flower_faults.py
 
 # The documentation's longer commands, at reduced size.
 test-docs: $(VENV)/installed

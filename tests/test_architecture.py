@@ -38,6 +38,7 @@ CORE_IMPORTS = {"numpy", "torch"}
 ADAPTED_IMPORTS: dict[str, set[str]] = {
     "cli": {"rich", "typer"},
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn"},
+    "flower": {"cryptography", "flwr", "httpx"},
     "report": {"jinja2", "markupsafe", "matplotlib", "plotly"},
     "runlog": {"safetensors"},
     "trackers": {"mlflow", "wandb"},
@@ -93,7 +94,8 @@ def test_frameworks_touch_only_their_adapters(path: Path) -> None:
 
 def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
     heavy = (
-        "datasets flwr matplotlib pandas PIL plotly pyarrow rich safetensors scipy sklearn typer"
+        "datasets flwr matplotlib pandas PIL plotly pyarrow ray rich safetensors scipy "
+        "sklearn typer"
     )
     code = f"import sys, cocofl; print([m for m in {heavy.split()} if m in sys.modules])"
     result = subprocess.run(

@@ -77,6 +77,15 @@ class RunFolderProblem(CocoflError):
     """A run folder that is in the way, is not one, or cannot be written."""
 
 
+class RejectedUpdate(CocoflError):
+    """What a device sent is not an update of this network, or not a reasonable one."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """One word: size, format, span, layout, samples, values, scales or change."""
+
+
 class ProfilingFailed(CocoflError):
     """A configuration that could not be measured."""
 

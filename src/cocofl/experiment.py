@@ -118,14 +118,14 @@ def simulate(
     # Whatever is wrong with the experiment is found before a folder is made for it.
     setup = Setup(experiment)
     job = setup.job()
-    folder = _folder(path, experiment, resume=resume)
+    folder = open_folder(path, experiment, resume=resume)
     if folder.is_complete:
         return Run(folder)
     own = executor or make_executor(experiment)
     try:
         folder.write_about(setup.about())
-        run(job, own, folder, _machine_plan(), watchers)
-        _remember(folder)
+        run(job, own, folder, machine_plan(), watchers)
+        remember_plan(KernelPlan.load(folder.path / "plan.json"))
     finally:
         if executor is None:
             own.close()
@@ -159,21 +159,25 @@ def make_executor(experiment: Experiment) -> Executor:
         return CohortExecutor(device, precision=settings.precision)
     if settings.kind in ("auto", "serial"):
         return Workers(settings.workers or None)
+    assert settings.kind == "flower"
     raise InvalidExperiment(
-        f"engine.kind {settings.kind!r} is not available here; expected serial or cohort"
+        "engine.kind flower runs inside Flower: use `cocofl run --engine flower`, or "
+        "cocofl.flower.simulation.simulate(experiment)"
     )
+
+
+def load_data(experiment: Experiment) -> DataSet:
+    """The data set that the experiment names."""
+    settings = experiment.data
+    return data.load(settings.name, data_dir=settings.dir or None, preset=settings.preset)
 
 
 class Setup:
     """An experiment with everything that its names stand for."""
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, dataset: DataSet | None = None) -> None:
         self.experiment = experiment
-        self.data: DataSet = data.load(
-            experiment.data.name,
-            data_dir=experiment.data.dir or None,
-            preset=experiment.data.preset,
-        )
+        self.data: DataSet = dataset or load_data(experiment)
         self.subject = Subject(
             experiment.model.name,
             experiment.training.batch,
@@ -414,7 +418,8 @@ def model_with(run_: Run) -> nn.Module:
     return model.eval()
 
 
-def _folder(path: Path, experiment: Experiment, *, resume: bool) -> RunFolder:
+def open_folder(path: Path, experiment: Experiment, *, resume: bool) -> RunFolder:
+    """A new run folder, or with ``resume`` one that holds this very experiment."""
     if not resume or not path.exists():
         return RunFolder.create(path, experiment.to_toml())
     folder = RunFolder.open(path)
@@ -433,17 +438,16 @@ def _plan_path() -> Path:
     return cache_dir() / "kernels" / f"{name}.json"
 
 
-def _machine_plan() -> KernelPlan:
+def machine_plan() -> KernelPlan:
     """The kernels that earlier runs on this machine chose: two runs must choose the same."""
     path = _plan_path()
     return KernelPlan.load(path, fixed=False) if path.exists() else KernelPlan()
 
 
-def _remember(folder: RunFolder) -> None:
+def remember_plan(plan: KernelPlan) -> None:
     """Keep a run's choice of kernels for later runs on this machine."""
     path = _plan_path()
-    chosen = KernelPlan.load(folder.path / "plan.json").choices
-    known = _machine_plan().choices
+    chosen, known = plan.choices, machine_plan().choices
     if not chosen.keys() <= known.keys():
         path.parent.mkdir(parents=True, exist_ok=True)
         KernelPlan({**chosen, **known}).save(path)

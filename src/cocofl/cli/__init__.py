@@ -18,6 +18,7 @@ import typer
 from rich.markup import escape
 
 from cocofl.cli.datasets import data_app
+from cocofl.cli.deploying import flower_app
 from cocofl.cli.machine import doctor
 from cocofl.cli.profiling import profile, select
 from cocofl.cli.reporting import report
@@ -58,6 +59,15 @@ app.add_typer(
     ),
 )
 app.command(rich_help_panel="Look at data and at this machine", short_help=_brief(doctor))(doctor)
+app.add_typer(
+    flower_app,
+    name="flower",
+    rich_help_panel="Train on real devices",
+    short_help=(
+        "A deployment with Flower: tried on this machine, or as an app.\n"
+        "[dim]cocofl flower up --supernodes 3 --set rounds=3[/dim]"
+    ),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -52,6 +53,9 @@ def run(
     changes: Changes = None,
     resume: Resume = False,
     out: Annotated[Path | None, typer.Option(help="The run folder; default: runs/NAME.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="serial, or flower: Flower's simulation on Ray.")
+    ] = None,
     track: Annotated[
         list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; repeatable.")
     ] = None,
@@ -63,10 +67,13 @@ def run(
     Example: cocofl run experiment.toml --set strategy.name=heterofl --out runs/heterofl
     """
     experiment = read_experiment(file, changes)
+    if engine is not None:
+        experiment = experiment.changed({"engine.kind": engine})
     path = out or Path("runs") / experiment.name
     with ProgressBar(experiment) as bar:
         watchers: list[Watcher] = [bar, *(tracker(name, experiment, path) for name in track or [])]
-        done = simulate(experiment, out=path, resume=resume, watchers=watchers)
+        play = _flower() if experiment.engine.kind == "flower" else simulate
+        done = play(experiment, out=path, resume=resume, watchers=watchers)
     drawn = report_of(done.path) if page else None
     if as_json:
         print_json({"run": str(done.path), **_summary(done)})
@@ -210,6 +217,17 @@ def read_experiment(
             raise InvalidExperiment(f"--set {change}: expected key=value, like training.lr=0.05")
         pairs[key.strip()] = parse_value(value.strip())
     return Experiment.load(file, pairs) if file else Experiment().changed(pairs)
+
+
+def _flower() -> Callable[..., Run]:
+    """Flower is an extra, and slow to import: only who asks for it needs it."""
+    try:
+        on_flower: Callable[..., Run] = import_module("cocofl.flower.simulation").simulate
+    except ModuleNotFoundError as error:
+        raise InvalidExperiment(
+            f"engine.kind is flower, which needs {error.name}: pip install 'cocofl[flower]'"
+        ) from error
+    return on_flower
 
 
 def _words(text: str) -> list[str]:

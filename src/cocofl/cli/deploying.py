@@ -1,0 +1,74 @@
+"""``cocofl flower``: the same algorithm over a real network."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cocofl.cli.running import Changes, File, read_experiment
+from cocofl.errors import InvalidExperiment
+
+flower_app = typer.Typer(
+    name="flower", help="Train on real devices, with Flower.", no_args_is_help=True
+)
+
+
+@flower_app.command()
+def up(
+    file: File = None,
+    changes: Changes = None,
+    supernodes: Annotated[int, typer.Option(min=1, help="How many devices.")] = 3,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="With TLS, and a key for every SuperNode.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="A new folder for run, app, logs and keys.")] = Path(
+        "runs/flower"
+    ),
+) -> None:
+    """Try a deployment on this machine: a SuperLink, SuperNodes, a run, and nothing left behind.
+
+    Example: cocofl flower up --supernodes 3 --set rounds=3
+    """
+    experiment = read_experiment(file, changes)
+    trial = _needs_flower("cocofl.flower.trial")
+    if out.exists() and any(out.iterdir()):
+        raise InvalidExperiment(f"{out} exists already; name another folder with --out")
+    print(f"starting a SuperLink and {supernodes} SuperNodes; their logs are in {out}/network")
+    done = trial.try_out(
+        experiment, out, supernodes=supernodes, secure=secure, on_round=_print_round
+    )
+    print(f"accuracy {done.final['accuracy']:.1%}; run folder: {done.path}")
+
+
+@flower_app.command()
+def app(
+    folder: Annotated[Path, typer.Argument(help="Where to write it.")],
+    file: File = None,
+    changes: Changes = None,
+) -> None:
+    """Write a Flower app that runs an experiment, ready for `flwr run`.
+
+    Example: cocofl flower app my-app experiment.toml
+    """
+    experiment = read_experiment(file, changes)
+    made = _needs_flower("cocofl.flower.app")
+    deployment = _needs_flower("cocofl.flower.settings").Deployment()
+    made.write_app(folder, made.run_config(experiment, deployment))
+    print(f"{folder}/pyproject.toml: put your own modules beside it, then: flwr run {folder}")
+
+
+def _print_round(record: dict[str, Any]) -> None:
+    spans = ", ".join(f"{span or ''} {fate}".strip() for _, _, span, fate in record["devices"])
+    accuracy = f"  accuracy {record['accuracy']:.1%}" if "accuracy" in record else ""
+    print(f"round {record['round']}: {spans}{accuracy}", flush=True)
+
+
+def _needs_flower(name: str) -> Any:
+    """Flower is an extra, and slow to import: only who asks for it needs it."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise InvalidExperiment(f"this needs {error.name}: pip install 'cocofl[flower]'") from error

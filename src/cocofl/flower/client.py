@@ -1,0 +1,103 @@
+"""The ClientApp: a device that decides by itself what it trains, and sends only that.
+
+Its node config says what it has and where its data is; none of that leaves the device.
+
+============== ===================================================================================
+time           what it may spend: a fraction of full training on its own data, or "30s" per round
+memory         a fraction, or "200MB"
+upload         a fraction, or "1MB"
+budget-file    instead of these a TOML file with the same keys, read anew every round
+profile        the profile table made on this device, or measured:NAME; default: counted, analytic
+data-dir       the folder that the data function is given
+partition-id   with num-partitions: this device has one part of the data that everybody has
+threads        with how many threads it trains; default 1, as ``cocofl profile`` measures
+kernels        int8 kernels, if not those that are fastest here
+============== ===================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from cocofl.allocator import keep_freed_memory
+from cocofl.config import Experiment
+from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
+from cocofl.fl.batches import n_batches
+from cocofl.fl.federation import Situation
+from cocofl.fl.local import Task, Workshop
+from cocofl.fl.merge import State
+from cocofl.flower.facts import with_shared_facts
+from cocofl.flower.records import read_request, update_reply
+from cocofl.flower.settings import alike_devices, node_budget
+from cocofl.flower.updates import Contract
+from cocofl.rng import stream
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """One round of one device: plan, train what fits, and send that."""
+    state, settings = read_request(message)
+    device = Device(context.node_config, context.node_id, settings)
+    payload = device.play(settings["round"], settings["lr"], state)
+    return Message(update_reply(payload), reply_to=message)
+
+
+class Device:
+    """One node: its data, its profile table, its budget."""
+
+    def __init__(self, node: Mapping[str, Any], node_id: int, settings: Mapping[str, Any]) -> None:
+        torch.set_num_threads(int(node.get("threads", 1)))
+        keep_freed_memory()
+        self._node = node
+        experiment = _own_experiment(Experiment.parse(settings["experiment"]), node)
+        dataset = with_shared_facts(load_data(experiment), settings["facts"])
+        self._setup = Setup(experiment, dataset)
+        if "partition-id" in node:
+            self._number = int(node["partition-id"])
+            self._indices = self._setup.partition[self._number]
+        else:
+            self._number = node_id
+            self._indices = np.arange(len(dataset.train))
+
+    def play(self, round_index: int, lr: float, state: State) -> bytes:
+        """The update of a round; empty if nothing fits this device's budget now."""
+        setup, experiment = self._setup, self._setup.experiment
+        recipe = setup.materials.recipe
+        steps = recipe.epochs * n_batches(len(self._indices), recipe.batch, recipe.last_batch)
+        situation = Situation(
+            self._number,
+            round_index,
+            node_budget(self._node, steps * recipe.batch),
+            1.0,
+            stream(experiment.seed, "select", round_index, self._number),
+        )
+        plan = setup.strategy.plan(situation)
+        if plan is None:
+            return b""
+        kernels = machine_plan()
+        workshop = Workshop(setup.materials, kernels)
+        task = Task(experiment.seed, round_index, self._number, self._indices, plan.work, lr)
+        contribution = workshop.train(task, state)
+        remember_plan(kernels)
+        return Contract(workshop.chain()).encode(contribution)
+
+
+def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experiment:
+    """The server's experiment with what is this device's own affair."""
+    changes: dict[str, Any] = {
+        "model.init": "",
+        "data.dir": str(node.get("data-dir", "")),
+        "tables.spans": str(node.get("profile", "auto")),
+        "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
+    }
+    if "partition-id" in node:
+        experiment = alike_devices(experiment, int(node["num-partitions"]))
+    return experiment.changed(changes)

@@ -1,0 +1,250 @@
+"""A SuperLink and SuperNodes as processes on this machine, for a first try and for tests.
+
+They listen on 127.0.0.1 only, live in one folder, and end with the ``with`` block that began them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cocofl.flower.app import toml_value
+from cocofl.flower.keys import Certificates, make_certificates, make_node_key
+
+LINK = "loop"
+_HOST = "127.0.0.1"
+_PATIENCE_S = 120.0
+
+
+class DeploymentFailed(RuntimeError):
+    """A process of the deployment ended, or did not begin; its log says why."""
+
+
+class Loopback:
+    """One SuperLink; SuperNodes are added, killed and brought back as one likes.
+
+    ``secure`` turns on TLS and asks every SuperNode for a registered key.
+    """
+
+    def __init__(self, folder: Path, *, secure: bool = False) -> None:
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.port = _free_port()
+        self.certificates: Certificates | None = None
+        if secure:
+            self.certificates = make_certificates(self.folder / "tls")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._write_config()
+
+    def __enter__(self) -> Loopback:
+        try:
+            self.link = self.start_link()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _value: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def start_link(self) -> subprocess.Popen[bytes]:
+        """The SuperLink; a second one after the first was killed finds its database again."""
+        words = ["flower-superlink", "--host", _HOST, "--port", str(self.port)]
+        words += ["--database", str(self.folder / "link.db")]
+        if self.certificates is None:
+            words += ["--insecure"]
+        else:
+            words += ["--ssl-ca-certfile", str(self.certificates.authority)]
+            words += ["--ssl-certfile", str(self.certificates.certificate)]
+            words += ["--ssl-keyfile", str(self.certificates.key), "--enable-supernode-auth"]
+        process = self.spawn("superlink", words)
+        self._await_port(process)
+        return process
+
+    def start_node(
+        self,
+        name: str,
+        config: Mapping[str, Any] | None = None,
+        *,
+        key: Path | None = None,
+        authority: Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """A SuperNode with its node config; with TLS it needs a key."""
+        words = ["flower-supernode", "--superlink", f"{_HOST}:{self.port}", "--host", _HOST]
+        words += ["--port", str(_free_port())]
+        pairs = [f"{name}={json.dumps(value)}" for name, value in (config or {}).items()]
+        if pairs:
+            words += ["--node-config", " ".join(pairs)]
+        if self.certificates is None:
+            words += ["--insecure"]
+        else:
+            words += ["--root-certificates", str(authority or self.certificates.authority)]
+            if key is not None:
+                words += ["--auth-supernode-private-key", str(key)]
+        return self.spawn(name, words)
+
+    def new_key(self, name: str, *, register: bool = True) -> Path:
+        """A key for a SuperNode, known to the SuperLink or not."""
+        path = self.folder / "keys" / name
+        public = make_node_key(path)
+        if register:
+            self.flwr("supernode", "register", str(public), LINK)
+        return path
+
+    def spawn(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
+        """A process of the deployment in a group of its own, with a log named after it."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [_program(words[0]), *words[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        """End everything that was started: politely, then not."""
+        for process in reversed(self._processes):
+            _signal_group(process, signal.SIGTERM)
+        end = time.monotonic() + 8
+        while time.monotonic() < end and self._alive():
+            time.sleep(0.1)
+        for process in self._processes:
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+        while left := self.processes():
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        self._processes.clear()
+
+    def _alive(self) -> bool:
+        return any(p.poll() is None for p in self._processes) or bool(self.processes())
+
+    def processes(self) -> dict[int, str]:
+        """All processes of the deployment with their commands; Flower starts some by itself.
+
+        They are known by their environment (on Linux; elsewhere none is found).
+        """
+        mark = f"FLWR_HOME={self.folder / 'home'}".encode()
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(entry.name)] = words.decode(errors="replace")
+        return found
+
+    def environment(self) -> dict[str, str]:
+        """Of all processes: nothing is sent to anybody, nothing is installed, nothing is shared."""
+        places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        return {
+            **os.environ,
+            "PATH": os.pathsep.join(places),
+            # The user's own modules may lie in the current folder.
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])
+            ),
+            "FLWR_HOME": str(self.folder / "home"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        }
+
+    # --- runs ------------------------------------------------------------------------------------
+
+    def flwr(self, *words: str) -> str:
+        """What a ``flwr`` command prints."""
+        done = subprocess.run(
+            [_program("flwr"), *words],
+            env=self.environment(),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise DeploymentFailed(f"flwr {' '.join(words)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def submit(self, app: Path, changes: Mapping[str, Any] | None = None) -> int:
+        """Start a run; its number."""
+        words = ["run", str(app), LINK, "--format", "json"]
+        for key, value in (changes or {}).items():
+            words += ["-c", f"{key}={toml_value(value)}"]
+        shown = self.flwr(*words)
+        return int(json.loads(shown[shown.index("{") :])["run-id"])
+
+    def status(self, run_id: int) -> str:
+        """What the SuperLink says about a run: ``running`` or ``finished:completed``, …"""
+        shown = self.flwr("ls", LINK, "--run-id", str(run_id), "--format", "json")
+        (run,) = json.loads(shown[shown.index("{") :])["runs"]
+        return str(run["status"])
+
+    def log(self, run_id: int) -> str:
+        """What a run's ServerApp said."""
+        return self.flwr("log", str(run_id), LINK, "--show")
+
+    def _write_config(self) -> None:
+        home = self.folder / "home"
+        home.mkdir(exist_ok=True)
+        how = (
+            "insecure = true"
+            if self.certificates is None
+            else f"root-certificates = {json.dumps(str(self.certificates.authority))}"
+        )
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\n'
+            f'address = "{_HOST}:{self.port}"\n{how}\n',
+            encoding="utf-8",
+        )
+
+    def _await_port(self, process: subprocess.Popen[bytes]) -> None:
+        end = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < end:
+            if process.poll() is not None:
+                break
+            with socket.socket() as probe:
+                probe.settimeout(1)
+                if probe.connect_ex((_HOST, self.port)) == 0:
+                    return
+            time.sleep(0.1)
+        raise DeploymentFailed(f"the SuperLink did not start: see {self.folder}/superlink.log")
+
+
+def _program(name: str) -> str:
+    """The program of this very environment."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

@@ -1,0 +1,135 @@
+"""How states, requests and contributions become Flower's records, and back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from cocofl.errors import RejectedUpdate
+from cocofl.fl.merge import Contribution, State
+
+STATE, REQUEST, UPDATE, ABOUT = "state", "request", "update", "about"
+_BYTES = "cocofl.bytes"
+
+Settings = dict[str, Any]
+Reply = Message | Exception | None
+"""What came back for a message; an exception if it cannot be read, None if nothing came."""
+
+
+def state_record(state: Mapping[str, Tensor]) -> ArrayRecord:
+    """A state as arrays, each under its own name: Flower sends what is equal only once."""
+    return ArrayRecord({key: Array(tensor.numpy()) for key, tensor in state.items()})
+
+
+def state_of(record: ArrayRecord) -> State:
+    """The state again."""
+    return {key: torch.from_numpy(array.numpy()) for key, array in record.items()}
+
+
+def request(state: ArrayRecord, settings: Mapping[str, Any]) -> RecordDict:
+    """What a device is sent: the server's state, and how to train."""
+    return RecordDict({STATE: state, REQUEST: ConfigRecord({"json": json.dumps(settings)})})
+
+
+def read_request(message: Message) -> tuple[State, Settings]:
+    """What the server sent."""
+    settings: Settings = json.loads(str(message.content.config_records[REQUEST]["json"]))
+    return state_of(message.content.array_records[STATE]), settings
+
+
+# --- replies of devices that nobody trusts -------------------------------------------------------
+
+
+def update_reply(payload: bytes) -> RecordDict:
+    """An update that is bytes already; none of them for a device that sits the round out."""
+    array = Array(dtype="uint8", shape=(len(payload),), stype=_BYTES, data=payload)
+    return RecordDict({UPDATE: ArrayRecord({UPDATE: array} if payload else {})})
+
+
+def read_update(message: Message) -> bytes:
+    """The bytes of an update, empty if the device sits out; any other form is refused."""
+    if message.has_error():
+        raise RejectedUpdate("failed", f"the device could not: {message.error.reason:.300}")
+    content = message.content
+    records = content.array_records.get(UPDATE)
+    if records is None or set(content) != {UPDATE} or set(records) - {UPDATE}:
+        raise RejectedUpdate("format", f"the reply holds {sorted(content)!r:.200}; expected update")
+    if not records:
+        return b""
+    array = records[UPDATE]
+    if array.stype != _BYTES or not isinstance(array.data, bytes) or not array.data:
+        raise RejectedUpdate("format", f"the update is {array.stype!r:.40}; expected {_BYTES}")
+    return array.data
+
+
+# --- replies of our own processes ----------------------------------------------------------------
+
+
+def contribution_reply(contribution: Contribution) -> RecordDict:
+    """Whatever a device of any strategy sends, with every tensor under its name."""
+    about = {
+        "samples": contribution.samples,
+        "loss": contribution.loss,
+        "width": contribution.width,
+        "rows": {key: rows.tolist() for key, rows in contribution.rows.items()},
+    }
+    return RecordDict(
+        {
+            STATE: state_record(contribution.tensors),
+            ABOUT: ConfigRecord({"json": json.dumps(about)}),
+        }
+    )
+
+
+def read_contribution(message: Message) -> Contribution:
+    """The contribution again, to the bit."""
+    about = json.loads(str(message.content.config_records[ABOUT]["json"]))
+    about["rows"] = {key: np.array(rows, np.int64) for key, rows in about["rows"].items()}
+    return Contribution(state_of(message.content.array_records[STATE]), **about)
+
+
+# --- asking --------------------------------------------------------------------------------------
+
+
+def ask(
+    grid: Grid,
+    messages: Sequence[Message],
+    timeout_s: float | None = None,
+    poll_s: float = 0.5,
+    is_over: Callable[[], bool] = lambda: False,
+) -> list[Reply]:
+    """Send messages and wait for the replies, in the order of the messages.
+
+    Each reply is fetched by itself, so that one that cannot even be unpacked spoils no other.
+    """
+    ids = list(grid.push_messages(messages))
+    replies: list[Reply] = [None] * len(messages)
+    open_ids = {message_id: index for index, message_id in enumerate(ids) if message_id}
+    end = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+    while open_ids:
+        for message_id, index in list(open_ids.items()):
+            for reply in _fetched(grid, message_id):
+                replies[index] = reply
+                open_ids.pop(message_id, None)
+        if not open_ids or time.monotonic() >= end or is_over():
+            break
+        time.sleep(poll_s)
+    return replies
+
+
+def _fetched(grid: Grid, message_id: str) -> Iterator[Reply]:
+    try:
+        yield from grid.pull_messages([message_id])
+    except httpx.HTTPError:
+        raise  # the SuperLink cannot be reached: that is no device's fault
+    except Exception as error:
+        yield error

@@ -1,0 +1,127 @@
+"""What a deployment is told: Flower's run config on the server, its node config on each device.
+
+The run config has the keys of an experiment file, ``training.lr`` for example, and a section
+``flower`` of its own. Flower passes numbers, texts and booleans only, so a list or a table is
+written as a text: ``decay_rounds = "[600, 800]"``.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from cocofl.budget import Budget
+from cocofl.config import Experiment, parse_value
+from cocofl.errors import InvalidBudget, InvalidExperiment
+from cocofl.flower.updates import Limits
+from cocofl.named import nearest
+
+SECTION = "flower."
+_LIMITS = ("time", "memory", "upload")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How the server runs its rounds over a real network."""
+
+    folder: str = "runs/flower"
+    """The run folder, on the server; a relative path is relative to where the SuperLink runs."""
+    resume: bool = False
+    nodes: int = 2
+    """A round begins when so many nodes are there."""
+    per_round: int = 0
+    """How many of them are asked; 0 for all."""
+    wait_s: float = 300.0
+    """How long to wait for enough nodes before giving up."""
+    round_s: float = 120.0
+    """How long to wait for replies; who has not answered by then is late."""
+    max_samples: int = Limits.max_samples
+    max_change: float = Limits.max_change
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("per_round", 0)):
+            if getattr(self, name) < least:
+                raise InvalidExperiment(
+                    f"flower.{name} is {getattr(self, name)}; expected at least {least}"
+                )
+        for name in ("wait_s", "round_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidExperiment(f"flower.{name} is {getattr(self, name)}; expected above 0")
+
+    @property
+    def limits(self) -> Limits:
+        """What the server takes for a reasonable update."""
+        return Limits(self.max_samples, self.max_change)
+
+
+def read_run_config(config: Mapping[str, Any]) -> tuple[Experiment, Deployment]:
+    """The experiment and the deployment that a run config asks for.
+
+    >>> experiment, deployment = read_run_config({"training.lr": 0.05, "flower.nodes": 3})
+    >>> experiment.training.lr, deployment.nodes
+    (0.05, 3)
+    """
+    changes = {key: _value(item) for key, item in config.items() if not key.startswith(SECTION)}
+    own = {
+        key.removeprefix(SECTION): item for key, item in config.items() if key.startswith(SECTION)
+    }
+    types = {field.name: type(field.default) for field in fields(Deployment)}
+    for key, value in own.items():
+        if key not in types:
+            raise InvalidExperiment(
+                f"unknown key flower.{key}{nearest(key, types)}; expected one of "
+                f"{', '.join(sorted(types))}"
+            )
+        wanted = types[key]
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            own[key] = float(value)
+        elif type(value) is not wanted:
+            raise InvalidExperiment(f"flower.{key} is {value!r}; expected {wanted.__name__}")
+    return Experiment().changed(changes), Deployment(**own)
+
+
+def _value(item: Any) -> Any:
+    """Texts that are TOML lists or tables become that; other texts stay texts."""
+    return parse_value(item) if isinstance(item, str) and item[:1] in ("[", "{") else item
+
+
+def alike_devices(experiment: Experiment, count: int) -> Experiment:
+    """The experiment with so many devices of one group: who has what is the devices' own affair."""
+    group = {"name": "all"}
+    return experiment.changed(
+        {"devices.count": count, "devices.per_round": 1, "devices.groups": [group]}
+    )
+
+
+def node_budget(config: Mapping[str, Any], samples: int) -> Budget:
+    """A device's budget: from its node config, or from a file that another process updates.
+
+    >>> str(node_budget({"time": "30s", "memory": 0.5}, 500))
+    'time ≤ 30 s for 500 samples, memory ≤ 0.5'
+    """
+    limits = {name: config[name] for name in _LIMITS if name in config}
+    file = config.get("budget-file")
+    if file:
+        if limits:
+            raise InvalidBudget(
+                f"the node config has budget-file and also {', '.join(limits)}; give one of them"
+            )
+        limits = _read_budget(Path(str(file)))
+    return Budget.parse(**limits, samples=samples)
+
+
+def _read_budget(path: Path) -> dict[str, Any]:
+    try:
+        limits = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        # Without its budget a device must not train: it has one, and it is not known.
+        raise InvalidBudget(f"cannot read the budget in {path}: {error}") from error
+    for key in limits:
+        if key not in _LIMITS:
+            raise InvalidBudget(
+                f"{path}: unknown key {key}{nearest(key, _LIMITS)}; expected {', '.join(_LIMITS)}"
+            )
+    return limits

@@ -1,0 +1,331 @@
+"""The contract of an update: how a device's contribution travels, and what the server accepts.
+
+Both sides know the network, so an update does not name its tensors. It says which span it is of,
+and then come the values of exactly that span's tensors, in the network's own order, as one flat
+tensor per type; scales follow, with a bit for each that the span's blocks can have. An unknown
+key, a missing tensor or a span with a hole cannot be said in this language, and a few hundred
+bytes are all that is sent besides the values.
+
+The bytes are a safetensors file with one line of JSON as metadata. There is only one way to write
+an update: the server makes the header that the metadata asks for, and compares. Nothing is
+allocated before sizes agree, and nothing is ever executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cocofl.budget import bytes_text
+from cocofl.chain import BlockChain
+from cocofl.errors import InvalidSetting, RejectedUpdate
+from cocofl.fl.merge import Contribution, State
+from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
+from cocofl.freeze.lowering import lower
+from cocofl.freeze.state import block_state
+from cocofl.span import Span
+
+_FORMAT = "cocofl update 1"
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_SCALES = "scales"
+_HEADER_BYTES = 4096
+_VARIANCE = "running_var"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes for reasonable, whatever a device says."""
+
+    max_samples: int = 1_000_000
+    """The most samples that one device's update may stand for: they are its weight in the merge."""
+    max_change: float = 10.0
+    """The largest norm of a change, as a multiple of 1 + the norm of what it changes."""
+
+    def __post_init__(self) -> None:
+        if self.max_samples < 1 or not self.max_change > 0:
+            raise InvalidSetting(
+                f"max_samples is {self.max_samples} and max_change {self.max_change}; "
+                "expected at least 1, and a number above 0"
+            )
+
+
+class Slot(NamedTuple):
+    """One tensor of the network."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+
+class Facts(NamedTuple):
+    """What an update says besides its values."""
+
+    span: Span
+    samples: int
+    loss: float
+    scales: tuple[str, ...]
+
+
+class Contract:
+    """What updates of one network look like; devices and server make it from the same model.
+
+    >>> from torch import nn
+    >>> from cocofl import split
+    >>> chain = split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4))
+    >>> contract = Contract(chain)
+    >>> state = {slot.key: torch.zeros(slot.shape) for slot in contract.slots(Span(0, 2))}
+    >>> trained = {"2.weight": torch.ones(2, 8), "2.bias": torch.ones(2)}
+    >>> sent = contract.encode(Contribution(trained, 5))
+    >>> span, received = contract.decode(sent, state)
+    >>> str(span), received.samples, sorted(received.tensors)
+    ('1:2', 5, ['2.bias', '2.weight'])
+    >>> contract.decode(sent[:-1], state)
+    Traceback (most recent call last):
+    cocofl.errors.RejectedUpdate: 1:2 needs 72 bytes of values; 71 came
+    """
+
+    def __init__(self, chain: BlockChain, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._slots = [
+            [Slot(key, t.dtype, tuple(t.shape)) for key, t in block_state(block).items()]
+            for block in chain.blocks
+        ]
+        self._scales = [
+            [scale_key(site, direction) for site in low.sites for direction in (OUTPUT, GRADIENT)]
+            for low in lower(chain)
+        ]
+        everything = Span(0, len(self._slots))
+        scales = self.scale_keys(everything)
+        values = sum(slot.size * slot.dtype.itemsize for slot in self.slots(everything))
+        self.header_limit = _HEADER_BYTES + len(scales)
+        self.max_bytes = 8 + self.header_limit + values + 4 * len(scales)
+
+    def slots(self, span: Span) -> list[Slot]:
+        """The tensors of a span's blocks, in order."""
+        return [slot for block in self._slots[span.start : span.stop] for slot in block]
+
+    def scale_keys(self, span: Span) -> list[str]:
+        """The scales that a device can measure in a span's blocks."""
+        return [key for block in self._scales[span.start : span.stop] for key in block]
+
+    # --- the device's side -----------------------------------------------------------------------
+
+    def encode(self, contribution: Contribution) -> bytes:
+        """A contribution as bytes; it must be of one span."""
+        span = self._span_of(contribution.tensors)
+        tensors = contribution.tensors
+        scales = tuple(key for key in self.scale_keys(span) if key in tensors)
+        facts = Facts(span, contribution.samples, float(contribution.loss), scales)
+        values = [_bytes(tensors[slot.key]) for slot in self._in_file_order(span)]
+        return b"".join([self._header(facts), *values, *(_bytes(tensors[key]) for key in scales)])
+
+    def _span_of(self, tensors: Mapping[str, Tensor]) -> Span:
+        touched = [
+            index
+            for index, block in enumerate(self._slots)
+            if any(slot.key in tensors for slot in block)
+        ]
+        if not touched:
+            raise RejectedUpdate("span", "the contribution has no tensor of the network")
+        span = Span(touched[0], touched[-1] + 1)
+        wanted = {slot.key: slot for slot in self.slots(span)}
+        known = wanted.keys() | set(self.scale_keys(span))
+        for key in sorted(wanted.keys() - tensors.keys()) + sorted(tensors.keys() - known):
+            what = "lacks" if key in wanted else "has, besides its own tensors,"
+            raise RejectedUpdate("span", f"the contribution of {span} {what} {key!r}")
+        for key, slot in wanted.items():
+            tensor = tensors[key]
+            if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
+                raise RejectedUpdate(
+                    "layout",
+                    f"{key!r} is {tensor.dtype} of shape {list(tensor.shape)}; the network has "
+                    f"{slot.dtype} of shape {list(slot.shape)}",
+                )
+        return span
+
+    # --- the server's side -----------------------------------------------------------------------
+
+    def decode(self, payload: bytes, state: Mapping[str, Tensor]) -> tuple[Span, Contribution]:
+        """What a device sent for a state, if every bit of it is as it should be.
+
+        Else :class:`~cocofl.errors.RejectedUpdate`, and never any other exception.
+        """
+        if not isinstance(payload, bytes):
+            raise RejectedUpdate("format", f"the update is {type(payload).__name__}, not bytes")
+        if len(payload) > self.max_bytes:
+            raise RejectedUpdate(
+                "size",
+                f"the update has {bytes_text(len(payload))}; all of the network needs at most "
+                f"{bytes_text(self.max_bytes)}",
+            )
+        facts = self._facts(payload)
+        header = self._header(facts)
+        if not payload.startswith(header):
+            raise RejectedUpdate("format", "the header is not the one that belongs to its metadata")
+        tensors = self._values(payload, len(header), facts)
+        self._check_values(tensors, state, facts)
+        return facts.span, Contribution(tensors, facts.samples, facts.loss)
+
+    def _facts(self, payload: bytes) -> Facts:
+        """Read the metadata; every field is checked, and nothing else may be there."""
+        length = int.from_bytes(payload[:8], "little")
+        if len(payload) < 8 or not 2 <= length <= min(self.header_limit, len(payload) - 8):
+            raise RejectedUpdate("format", "the update is no safetensors file of this size")
+        try:
+            text = json.loads(payload[8 : 8 + length].decode("ascii"))["__metadata__"]["cocofl"]
+            content: Any = json.loads(text)
+            (start, stop), samples, loss = content["span"], content["samples"], content["loss"]
+            bits = int(content["scales"], 16)
+        # A header is hostile until it is known: deep nesting and long numbers are mistakes too.
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RejectedUpdate("format", f"the metadata cannot be read: {error!r:.200}") from None
+        blocks = len(self._slots)
+        if not (_is_int(start) and _is_int(stop) and 0 <= start < stop <= blocks):
+            raise RejectedUpdate(
+                "span", f"the span is {start!r:.20}:{stop!r:.20}; the network has {blocks} blocks"
+            )
+        most = self.limits.max_samples
+        if not (_is_int(samples) and 1 <= samples <= most):
+            raise RejectedUpdate(
+                "samples", f"the update claims {samples!r:.20} samples; expected 1 to {most}"
+            )
+        if not (isinstance(loss, float) and math.isfinite(loss)):
+            raise RejectedUpdate("values", f"the loss is {loss!r:.20}; expected a finite number")
+        span = Span(start, stop)
+        keys = self.scale_keys(span)
+        if not 0 <= bits < 2 ** len(keys):
+            raise RejectedUpdate("scales", f"the update has scales that {span} does not have")
+        scales = tuple(key for i, key in enumerate(keys) if bits >> i & 1)
+        return Facts(span, samples, loss, scales)
+
+    def _values(self, payload: bytes, begin: int, facts: Facts) -> State:
+        slots = self._in_file_order(facts.span)
+        slots += [Slot(key, torch.float32, ()) for key in facts.scales]
+        wanted = sum(slot.size * slot.dtype.itemsize for slot in slots)
+        if len(payload) - begin != wanted:
+            raise RejectedUpdate(
+                "size",
+                f"{facts.span} needs {wanted} bytes of values; {len(payload) - begin} came",
+            )
+        # One copy that may be written to, and that the tensors share.
+        buffer = bytearray(memoryview(payload)[begin:])
+        tensors, at = {}, 0
+        for slot in slots:
+            if slot.size:
+                flat = torch.frombuffer(buffer, dtype=slot.dtype, count=slot.size, offset=at)
+                tensors[slot.key] = flat.reshape(slot.shape)
+            else:
+                tensors[slot.key] = torch.empty(slot.shape, dtype=slot.dtype)
+            at += slot.size * slot.dtype.itemsize
+        # In the network's own order, as a device's contribution has them.
+        order = [slot.key for slot in self.slots(facts.span)] + list(facts.scales)
+        return {key: tensors[key] for key in order}
+
+    def _check_values(
+        self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], facts: Facts
+    ) -> None:
+        scales = set(facts.scales)
+        change, size = 0.0, 0.0
+        for key, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise RejectedUpdate("values", f"{key!r} holds NaN or infinite values")
+            if key in scales:
+                if not float(tensor) > 0:
+                    raise RejectedUpdate("scales", f"{key!r} is {float(tensor)}, not above 0")
+                continue
+            if key.endswith(_VARIANCE) and bool((tensor < 0).any()):
+                raise RejectedUpdate("values", f"{key!r} holds a negative variance")
+            old = state[key].double()
+            change += float((tensor.double() - old).square().sum())
+            size += float(old.square().sum())
+        most = self.limits.max_change * (1 + math.sqrt(size))
+        if not math.sqrt(change) <= most:
+            raise RejectedUpdate(
+                "change",
+                f"the update moves {facts.span} by {math.sqrt(change):.3g}; at most {most:.3g} is "
+                f"allowed (max_change = {self.limits.max_change:g})",
+            )
+
+    # --- the form --------------------------------------------------------------------------------
+
+    def _in_file_order(self, span: Span) -> list[Slot]:
+        """Tensors of one type lie together, wider types first so that all are aligned."""
+        return sorted(
+            self.slots(span), key=lambda slot: (-slot.dtype.itemsize, _DTYPES[slot.dtype])
+        )
+
+    def _header(self, facts: Facts) -> bytes:
+        """The only header that an update with these facts can have."""
+        keys = self.scale_keys(facts.span)
+        present = set(facts.scales)
+        metadata = {
+            "format": _FORMAT,
+            "layout": self._fingerprint(facts.span),
+            "span": [facts.span.start, facts.span.stop],
+            "samples": facts.samples,
+            "loss": facts.loss,
+            "scales": f"{sum(1 << i for i, key in enumerate(keys) if key in present):x}",
+        }
+        header: dict[str, Any] = {"__metadata__": {"cocofl": _json(metadata)}}
+        at = 0
+        for name, dtype, count in self._stretches(facts):
+            size = count * dtype.itemsize
+            header[name] = {
+                "dtype": _DTYPES[dtype],
+                "shape": [count],
+                "data_offsets": [at, at + size],
+            }
+            at += size
+        text = _json(header).encode("ascii")
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _stretches(self, facts: Facts) -> Iterator[tuple[str, torch.dtype, int]]:
+        """The flat tensors of the file: one per type, and the scales."""
+        slots = self._in_file_order(facts.span)
+        for dtype in dict.fromkeys(slot.dtype for slot in slots):
+            yield _DTYPES[dtype], dtype, sum(slot.size for slot in slots if slot.dtype == dtype)
+        if facts.scales:
+            yield _SCALES, torch.float32, len(facts.scales)
+
+    def _fingerprint(self, span: Span) -> str:
+        """Of names, types and shapes: who has another network in mind is found out."""
+        listing = [(slot.key, _DTYPES[slot.dtype], slot.shape) for slot in self.slots(span)]
+        text = _json([listing, self.scale_keys(span)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,297 @@
+"""The server among devices that do as they like, and the device that decides by itself.
+
+The grid here hands messages straight to functions; real processes are in other files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.task_identity import TaskIdentity
+
+from cocofl.config import Experiment
+from cocofl.errors import InvalidBudget, InvalidExperiment
+from cocofl.experiment import open_folder
+from cocofl.flower import client
+from cocofl.flower.app import run_config, write_app
+from cocofl.flower.records import read_update, update_reply
+from cocofl.flower.server import Server, serve
+from cocofl.flower.settings import Deployment, node_budget, read_run_config
+from cocofl.runlog import same_state
+
+TINY = {
+    "rounds": 2,
+    "model.options.tiny": True,
+    "training.batch": 16,
+    "evaluation.every": 1,
+    "engine.kernels": "reference",
+    "flower.round_s": 0.05,
+    "flower.wait_s": 0.01,
+}
+
+Node = Callable[[Message], Message | None]
+
+
+class Direct(Grid):
+    """A grid whose nodes are functions; a node that returns None does not answer."""
+
+    def __init__(self, nodes: dict[int, Node]) -> None:
+        self.nodes, self.replies = nodes, {}
+        self.sent: list[Message] = []
+
+    def set_run(self, run: Any) -> None: ...
+
+    @property
+    def run(self) -> Any: ...
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = []
+        for message in messages:
+            name = str(len(self.sent))
+            message.metadata.__dict__["_message_id"] = name
+            self.sent.append(message)
+            self.replies[name] = self.nodes[message.metadata.dst_node_id](message)
+            ids.append(name)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        (name,) = message_ids
+        reply = self.replies[name]
+        if isinstance(reply, Exception):
+            raise reply
+        return [] if reply is None else [reply]
+
+    def send_and_receive(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@pytest.fixture(autouse=True)
+def _identity() -> None:
+    TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
+
+
+def device(number: int, of: int = 2, **config: Any) -> Node:
+    """An honest device with its own node config."""
+    node_config = {"partition-id": number, "num-partitions": of, **config}
+
+    def answer(message: Message) -> Message:
+        context = Context(1, number, node_config, RecordDict(), {})
+        return client.app(message, context)
+
+    return answer
+
+
+def settings(folder: Path, **changes: Any) -> tuple[Experiment, Deployment]:
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    return read_run_config({**TINY, "flower.folder": str(folder), **dotted})
+
+
+def play(folder: Path, nodes: dict[int, Node], **changes: Any):
+    experiment, deployment = settings(folder, **changes)
+    grid = Direct(nodes)
+    server = Server(grid, experiment, deployment)
+    run = open_folder(folder, experiment, resume=deployment.resume)
+    return serve(server, run), run.metrics(), grid
+
+
+def test_devices_train_what_fits_and_send_only_that(tmp_path: Path) -> None:
+    weak = dict.fromkeys(("time", "memory", "upload"), 0.4)
+    state, rounds, grid = play(tmp_path / "run", {7: device(0), 9: device(1, **weak)})
+    assert [record["merged"] for record in rounds] == [2, 2]
+    spans = {record["devices"][0][2] for record in rounds}
+    assert spans == {"0:6"}, "the strong one trains everything"
+    assert all(record["devices"][1][2] != "0:6" for record in rounds)
+    assert rounds[-1]["accuracy"] > 0
+    assert rounds[0]["bytes_broadcast"] > rounds[0]["bytes_up"] > 0
+    assert all(bool(torch.isfinite(t).all()) for t in state.values())
+    asked = str(grid.sent[0].content.config_records)
+    assert "0.4" not in asked, "nobody told the server"
+
+
+def test_the_reply_is_hardly_larger_than_the_update(tmp_path: Path) -> None:
+    """All that Flower puts around it included."""
+    changes = {"model.options.tiny": False, "rounds": 1, "flower.nodes": 1}
+    experiment, deployment = read_run_config({**TINY, **changes})
+    grid = Direct({1: device(0, 30)})
+    _, record, _ = Server(grid, experiment, deployment).play_round(
+        Server(grid, experiment, deployment).job.initial, 0
+    )
+    reply = grid.replies["0"]
+    whole = sum(len(each.deflate()) for each in get_all_nested_objects(reply).values())
+    assert record["merged"] == 1
+    assert whole <= 1.1 * record["bytes_up"]
+
+
+HONEST = device(0)
+
+
+def payload_of(message: Message) -> bytes:
+    return read_update(HONEST(message))
+
+
+def replied(message: Message, payload: bytes) -> Message:
+    return Message(update_reply(payload), reply_to=message)
+
+
+def spoilt(message: Message) -> Message:
+    payload = bytearray(payload_of(message))
+    payload[-4:] = b"\x00\x00\xc0\x7f"  # NaN
+    return replied(message, bytes(payload))
+
+
+def foreign(message: Message) -> Message:
+    record = ArrayRecord({"conv.weight": Array(torch.ones(3).numpy())})
+    return Message(RecordDict({"arrays": record}), reply_to=message)
+
+
+def typed_wrongly(message: Message) -> Message:
+    array = Array(torch.ones(3).numpy())
+    return Message(RecordDict({"update": ArrayRecord({"update": array})}), reply_to=message)
+
+
+def with_more(message: Message) -> Message:
+    content = update_reply(payload_of(message))
+    content["gift"] = ConfigRecord({"a": 1})
+    return Message(content, reply_to=message)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fate", "reason"),
+    [
+        (lambda m: None, "late", None),
+        (lambda m: replied(m, b"\x80\x04garbage"), "rejected", "format"),
+        (lambda m: replied(m, payload_of(m)[:-4]), "rejected", "size"),
+        (spoilt, "rejected", "values"),
+        (foreign, "rejected", "format"),
+        (typed_wrongly, "rejected", "format"),
+        (with_more, "rejected", "format"),
+        (lambda m: ValueError("not a message at all"), "rejected", "format"),
+        (lambda m: Message(Error(2, "it burns"), reply_to=m), "lost", "failed"),
+        (lambda m: Message(Error(3, "expired"), reply_to=m), "late", None),
+    ],
+    ids=[
+        "silence",
+        "garbage",
+        "cut",
+        "nan",
+        "foreign",
+        "type",
+        "more",
+        "unreadable",
+        "error",
+        "old",
+    ],
+)
+def test_one_bad_device_spoils_no_round(
+    tmp_path: Path, answer: Node, fate: str, reason: str | None, caplog
+) -> None:
+    state, rounds, _ = play(tmp_path / "bad", {1: device(0), 2: answer}, rounds=1)
+    assert (rounds[0]["merged"], rounds[0][fate]) == (1, 1)
+    if reason is not None:
+        ((node, told),) = rounds[0]["reasons"]
+        assert node == 2
+        assert told.startswith(reason)
+        assert "node 2" in caplog.text, "it is in the log too"
+    alone, _, _ = play(tmp_path / "alone", {1: device(0)}, rounds=1, flower__nodes=1)
+    assert same_state(state, alone), "the model is what it is without the bad one"
+
+
+def test_a_device_without_room_sits_out(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("time", "memory", "upload"), 0.0)
+    _, rounds, _ = play(tmp_path / "run", {1: device(0), 2: device(1, **nothing)}, rounds=1)
+    assert (rounds[0]["merged"], rounds[0]["infeasible"]) == (1, 1)
+
+
+def test_a_budget_may_come_from_a_file_that_changes(tmp_path: Path) -> None:
+    file = tmp_path / "budget.toml"
+    file.write_text("time = 0.0\n")
+    node = device(1, **{"budget-file": str(file)})
+
+    def freed(message: Message) -> Message:
+        reply = node(message)
+        file.write_text('time = 1.0\nmemory = "2GB"\n')
+        return reply
+
+    _, rounds, _ = play(tmp_path / "run", {1: device(0), 2: freed})
+    assert [record["devices"][1][3] for record in rounds] == ["infeasible", "merged"]
+    with pytest.raises(InvalidBudget, match="give one of them"):
+        node_budget({"budget-file": str(file), "time": 0.5}, 10)
+    (tmp_path / "wrong.toml").write_text("tiem = 1\n")
+    with pytest.raises(InvalidBudget, match="unknown key"):
+        node_budget({"budget-file": str(tmp_path / "wrong.toml")}, 10)
+    with pytest.raises(InvalidBudget, match="cannot read"):
+        node_budget({"budget-file": str(tmp_path / "none.toml")}, 10)
+
+
+def test_a_killed_server_resumes_without_losing_a_round(tmp_path: Path) -> None:
+    nodes = {1: device(0), 2: device(1)}
+    whole, rounds, _ = play(tmp_path / "whole", nodes, rounds=3)
+    calls = 0
+
+    def killer(message: Message) -> Message:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return device(1)(message)
+
+    path = tmp_path / "broken"
+    with pytest.raises(KeyboardInterrupt):
+        play(path, {1: device(0), 2: killer}, rounds=3)
+    again, resumed, _ = play(path, nodes, rounds=3, flower__resume=True)
+    assert calls == 3, "the two finished rounds were not played again"
+    assert resumed == rounds
+    assert same_state(again, whole)
+
+
+def test_too_few_nodes_end_the_run_with_a_message(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match=r"needs 3 \(flower.nodes\)"):
+        play(tmp_path / "run", {1: device(0)}, flower__nodes=3)
+
+
+def test_some_nodes_are_drawn(tmp_path: Path) -> None:
+    nodes = {number: device(number, 4) for number in range(4)}
+    _, rounds, _ = play(tmp_path / "run", nodes, flower__per_round=2)
+    assert all(len(record["devices"]) == 2 for record in rounds)
+
+
+def test_strategies_that_send_slices_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match="cannot be deployed"):
+        play(tmp_path / "run", {}, strategy__name="heterofl")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("flower.nods", 3, "did you mean nodes"),
+        ("flower.nodes", "three", "expected int"),
+        ("flower.nodes", 0, "at least 1"),
+        ("flower.round_s", 0.0, "above 0"),
+        ("training.lrr", 0.1, "did you mean lr"),
+    ],
+)
+def test_a_wrong_run_config_is_an_error_that_names_the_key(
+    key: str, value: Any, message: str
+) -> None:
+    with pytest.raises(InvalidExperiment, match=message):
+        read_run_config({key: value})
+
+
+def test_an_app_holds_the_whole_experiment(tmp_path: Path) -> None:
+    experiment = Experiment().changed({"training.decay_rounds": [6, 8], "strategy.variant": "f"})
+    deployment = Deployment(nodes=5)
+    config = run_config(experiment, deployment)
+    assert read_run_config(config) == (experiment, deployment)
+    text = (write_app(tmp_path / "app", config) / "pyproject.toml").read_text()
+    assert "[tool.flwr.app.config.training]" in text

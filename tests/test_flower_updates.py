@@ -1,0 +1,174 @@
+"""The contract of an update: what is accepted comes through whole, everything else is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from cocofl.chain import split
+from cocofl.errors import InvalidSetting, RejectedUpdate
+from cocofl.fl.merge import Contribution
+from cocofl.flower.updates import Contract, Limits
+from cocofl.freeze import chain_state, freeze
+from cocofl.models import MODELS
+from cocofl.span import Span
+
+FUZZ = Path(__file__).parent.parent / "bench" / "fuzz_updates.py"
+
+
+def trained(name: str, span: Span, *, tiny: bool = True):
+    """A chain, its state, and what a device with it would send after one step."""
+    torch.manual_seed(0)
+    model = MODELS[name](10, tiny=tiny)
+    chain = split(model, model.example_input(4))
+    state = chain_state(chain)
+    net = freeze(chain, span, backend="reference", state=state).train()
+    net.measure_scales()
+    x = model.example_input(4)
+    loss = torch.nn.functional.cross_entropy(net(x), torch.arange(4))
+    loss.backward()
+    torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.05).step()
+    return chain, state, Contribution(net.update().tensors, 40, float(loss.detach()))
+
+
+@pytest.fixture(scope="module")
+def sent():
+    return trained("resnet10-digits", Span(1, 3))
+
+
+def test_an_update_comes_through_whole(sent) -> None:
+    chain, state, contribution = sent
+    contract = Contract(chain)
+    payload = contract.encode(contribution)
+    span, received = contract.decode(payload, state)
+    assert span == Span(1, 3)
+    assert (received.samples, received.loss) == (contribution.samples, contribution.loss)
+    assert set(received.tensors) == set(contribution.tensors)
+    assert any(key.startswith("scales.") for key in received.tensors)
+    assert all(torch.equal(t, contribution.tensors[k]) for k, t in received.tensors.items())
+    assert set(load(payload)) == {"F32", "scales"}, "any reader of safetensors can open it"
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet10-digits", "mobilenet", "cnn"])
+def test_a_reply_is_hardly_larger_than_its_update(name: str) -> None:
+    """At most a tenth, for any span that has more than 4 kB; of smaller ones the header shows."""
+    torch.manual_seed(0)
+    model = MODELS[name](10)
+    chain = split(model, model.example_input(2))
+    contract, state = Contract(chain), chain_state(chain)
+    for start in range(len(chain)):
+        tensors = {slot.key: state[slot.key] for slot in contract.slots(Span(start, start + 1))}
+        contribution = Contribution(tensors, 500, 2.302585092994046)
+        overhead = len(contract.encode(contribution)) - contribution.nbytes
+        assert overhead < 330
+        assert contribution.nbytes < 3300 or overhead < 0.1 * contribution.nbytes, start
+
+
+def changed(contribution: Contribution, **tensors: torch.Tensor) -> Contribution:
+    return replace(contribution, tensors={**contribution.tensors, **tensors})
+
+
+def test_only_one_whole_span_can_be_sent(sent) -> None:
+    chain, _, contribution = sent
+    contract = Contract(chain)
+    key, tensor = next(iter(contribution.tensors.items()))
+    with pytest.raises(RejectedUpdate, match="no tensor of the network"):
+        contract.encode(Contribution({}, 4))
+    with pytest.raises(RejectedUpdate, match="never_heard_of"):
+        contract.encode(changed(contribution, **{"never_heard_of": tensor}))
+    rest = {k: t for k, t in contribution.tensors.items() if k != key}
+    with pytest.raises(RejectedUpdate, match="lacks"):
+        contract.encode(replace(contribution, tensors=rest))
+    with pytest.raises(RejectedUpdate, match="of shape"):
+        contract.encode(changed(contribution, **{key: tensor[:1]}))
+    with pytest.raises(RejectedUpdate, match="float64"):
+        contract.encode(changed(contribution, **{key: tensor.double()}))
+
+
+@pytest.mark.parametrize(
+    ("reason", "value"),
+    [("values", float("nan")), ("values", float("inf")), ("change", 1e6)],
+)
+def test_values_out_of_reason_are_refused(sent, reason: str, value: float) -> None:
+    chain, state, contribution = sent
+    contract = Contract(chain)
+    key = next(iter(contribution.tensors))
+    spoilt = contribution.tensors[key].clone()
+    spoilt.flatten()[0] = value
+    with pytest.raises(RejectedUpdate) as caught:
+        contract.decode(contract.encode(changed(contribution, **{key: spoilt})), state)
+    assert caught.value.reason == reason
+
+
+def test_scales_variances_and_samples_are_checked(sent) -> None:
+    chain, state, contribution = sent
+    contract = Contract(chain, Limits(max_samples=50))
+    scale = next(key for key in contribution.tensors if key.startswith("scales."))
+    variance = next(key for key in contribution.tensors if key.endswith("running_var"))
+    wrong = [
+        ("scales", changed(contribution, **{scale: torch.tensor(0.0)})),
+        ("scales", changed(contribution, **{scale: torch.tensor(-1.0)})),
+        ("values", changed(contribution, **{variance: -contribution.tensors[variance]})),
+        ("samples", replace(contribution, samples=51)),
+        ("samples", replace(contribution, samples=0)),
+        ("values", replace(contribution, loss=float("nan"))),
+    ]
+    for reason, one in wrong:
+        with pytest.raises(RejectedUpdate) as caught:
+            contract.decode(contract.encode(one), state)
+        assert caught.value.reason == reason
+
+
+def test_an_update_of_another_network_is_refused(sent) -> None:
+    """Also where the bytes would fit: here two tensors have changed places."""
+    chain, state, _ = sent
+    torch.manual_seed(0)
+    one = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    other = torch.nn.Sequential()
+    other.add_module("first", torch.nn.Linear(4, 4))
+    other.add_module("relu", torch.nn.ReLU())
+    other.add_module("last", torch.nn.Linear(4, 4))
+    ours, theirs = (split(model, torch.ones(1, 4)) for model in (one, other))
+    payload = Contract(theirs).encode(Contribution(chain_state(theirs), 1))
+    with pytest.raises(RejectedUpdate, match="header"):
+        Contract(ours).decode(payload, chain_state(ours))
+    with pytest.raises(RejectedUpdate):
+        Contract(chain).decode(payload, state)
+
+
+def test_size_is_judged_before_anything_is_read(sent) -> None:
+    chain, state, _ = sent
+    contract = Contract(chain)
+    with pytest.raises(RejectedUpdate) as caught:
+        contract.decode(b"\xff" * (contract.max_bytes + 1), state)
+    assert caught.value.reason == "size"
+    with pytest.raises(RejectedUpdate, match="not bytes"):
+        contract.decode(None, state)  # type: ignore[arg-type]
+
+
+def test_limits_must_be_limits() -> None:
+    with pytest.raises(InvalidSetting):
+        Limits(max_samples=0)
+    with pytest.raises(InvalidSetting):
+        Limits(max_change=float("nan"))
+
+
+def test_no_mutant_of_5000_crashes_the_server_or_gets_merged_wrongly() -> None:
+    done = subprocess.run(
+        [sys.executable, FUZZ, "--count", "5000", "--seed", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    rejected = {word.split(": ")[1] for word in found["outcomes"] if word.startswith("rejected")}
+    assert found["wrong"] == []
+    assert rejected == {"size", "format", "span", "samples", "values", "scales", "change"}
