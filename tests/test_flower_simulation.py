@@ -58,6 +58,7 @@ def assert_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: s
         assert (theirs / name).read_bytes() == (ours / name).read_bytes(), name
 
 
+@pytest.mark.slow  # starting Ray alone takes longer than the rest of a small test
 def test_flower_and_serial_end_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,12 @@ def test_a_timeline_counts_what_is_alive_between_marks() -> None:
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("mobilenet", "f"), ("mobilenet", "qff"), ("densenet40", "qff"), ("transformer", "ff")],
+    [
+        ("mobilenet", "qff"),
+        pytest.param("mobilenet", "f", marks=pytest.mark.slow),
+        pytest.param("densenet40", "qff", marks=pytest.mark.slow),
+        pytest.param("transformer", "ff", marks=pytest.mark.slow),
+    ],
 )
 def test_replayed_memory_is_that_of_every_span(name: str, variant: str) -> None:
     chain, inputs, build = tiny(name, variant)
@@ -170,6 +175,7 @@ def test_a_fast_table_of_ones_own_model(own: str) -> None:
     assert table.upload[0] < table.upload[1] < 1
 
 
+@pytest.mark.slow
 def test_a_fast_width_table(own: str) -> None:
     *_, table = fast_table(Settings(own, method="width", batch=4, threads=1))
     assert isinstance(table, ProfileTable)

@@ -119,6 +119,7 @@ def test_a_sweep_refuses_to_mix_settings(own: str, tmp_path: Path) -> None:
         next(sweep(other, out, n_blocks=2, measure_one=no_processes))
 
 
+@pytest.mark.slow  # and it needs a machine that is not so busy that the signal comes too late
 def test_ctrl_c_keeps_what_was_measured_and_the_command_continues(own: str, tmp_path: Path) -> None:
     command = [str(COCOFL), "profile", own, "--variant", "f", "--batch", "8", "--threads", "1",
                "--out", "table.json"]  # fmt: skip
