@@ -201,3 +201,17 @@ def test_number_of_batches(samples: int, last: str, expected: int) -> None:
 def test_an_unknown_loss_is_named(digits: data.DataSet) -> None:
     with pytest.raises(InvalidSetting, match="did you mean cross_entropy"):
         make_workshop(digits, loss="crossentropy")
+
+
+def test_a_last_batch_of_one_sample_says_what_to_do(
+    digits: data.DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workshop = make_workshop(digits)
+
+    def train(*_: object) -> None:
+        # What PyTorch's BatchNorm says of one value per channel.
+        nn.BatchNorm1d(2)(torch.ones(1, 2))
+
+    monkeypatch.setattr(SpanWork, "train", train)
+    with pytest.raises(InvalidSetting, match=r"more than 1 value per channel.*last_batch = .drop"):
+        workshop.train(task(SpanWork(Span(0, 6))), initial(workshop))

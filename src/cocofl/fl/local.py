@@ -115,7 +115,7 @@ class Workshop:
                 raise
             raise InvalidSetting(
                 f"device {task.device} ended an epoch with a mini-batch of one sample, whose "
-                'BatchNorm has no variance ({error}); set training.last_batch = "drop"'
+                f'BatchNorm has no variance ({error}); set training.last_batch = "drop"'
             ) from error
 
     def batches(self, task: Task) -> list[Ints]:
