@@ -103,8 +103,7 @@ class _GlobalAverage(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         height, width = ctx.shape[-2:]
         spread: Tensor = (gradient / (height * width)).expand(ctx.shape)
-        images = torch.channels_last if spread.ndim == 4 else torch.contiguous_format
-        return spread.contiguous(memory_format=images)
+        return _channels_last(spread)
 
 
 def flattened(x: Tensor) -> Tensor:
@@ -121,6 +120,10 @@ class _Flattened(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        images = torch.channels_last if len(ctx.shape) == 4 else torch.contiguous_format
-        result: Tensor = gradient.reshape(ctx.shape).contiguous(memory_format=images)
-        return result
+        return _channels_last(gradient.reshape(ctx.shape))
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(
+        memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format
+    )

@@ -32,8 +32,19 @@ class Instruction(ABC):
         """The value, for all devices."""
 
 
+class OfOperation(Instruction):
+    """Computes what one lowered operation does, under that operation's name."""
+
+    op: MapOp | ActOp | CatOp
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.op.name
+
+
 @dataclass(frozen=True)
-class Layer(Instruction):
+class Layer(OfOperation):
     """A convolution, linear layer or lone BatchNorm, with what was fused into it."""
 
     op: MapOp
@@ -42,11 +53,6 @@ class Layer(Instruction):
     bias: Slot | None
     norm: NormSpec | None
     geometry: Geometry | None
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The value it makes."""
-        return self.op.name
 
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
@@ -70,16 +76,11 @@ class Layer(Instruction):
 
 
 @dataclass(frozen=True)
-class Rectify(Instruction):
+class Rectify(OfOperation):
     """A ReLU that no layer took in."""
 
     op: ActOp
     block: int
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The value it makes."""
-        return self.op.name
 
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
@@ -90,16 +91,11 @@ class Rectify(Instruction):
 
 
 @dataclass(frozen=True)
-class Concatenate(Instruction):
+class Concatenate(OfOperation):
     """Feature maps side by side."""
 
     op: CatOp
     block: int
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The value it makes."""
-        return self.op.name
 
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
