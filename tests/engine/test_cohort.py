@@ -28,7 +28,11 @@ STRATEGIES = [
     ("cocofl", {"variant": "ff"}, 1e-5),
     ("cocofl", {"variant": "qff"}, 2e-2),
     ("fedavg-full", {}, 1e-5),
-    ("heterofl", {}, 0.0),
+    ("heterofl", {}, 1e-5),
+    ("heterofl", {"scaler": True}, 1e-5),
+    ("heterofl", {"masked": True}, 1e-6),  # trained by the serial code
+    ("fjord", {}, 1e-5),
+    ("fjord", {"distillation": 0.5}, 0.0),  # all of it by the serial code
 ]
 
 

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cocofl.data import Split
+from cocofl.engine.narrow import Narrowed, NarrowNetworks
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Materials, Task, Workshop
-from cocofl.fl.merge import SCALE_PREFIX, Contribution, Places, State, merge
+from cocofl.fl.local import Materials, Task, Workshop, norms_of
+from cocofl.fl.merge import SCALE_PREFIX, Contribution, Places, State, merge, merge_nested
 from cocofl.fl.recipe import Loss, Recipe, cross_entropy
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies import Merge
@@ -75,11 +76,11 @@ class _Sent(Contribution):
         return self.sound
 
 
-class _RowTensors(Mapping[str, Tensor]):
+class _LazyTensors(Mapping[str, Tensor]):
     """A device's update as a mapping, made when somebody looks into it."""
 
-    def __init__(self, make: Callable[[], State], rows: Rows) -> None:
-        self._make, self._made, self.rows = make, State(), rows
+    def __init__(self, make: Callable[[], State]) -> None:
+        self._make, self._made = make, State()
 
     def _all(self) -> State:
         if not self._made:
@@ -96,8 +97,24 @@ class _RowTensors(Mapping[str, Tensor]):
         return len(self._all())
 
 
+class _RowTensors(_LazyTensors):
+    """Of a device with the whole network."""
+
+    def __init__(self, make: Callable[[], State], rows: Rows) -> None:
+        super().__init__(make)
+        self.rows = rows
+
+
+class _NarrowTensors(_LazyTensors):
+    """Of a device with a narrower network."""
+
+    def __init__(self, make: Callable[[], State], own: Narrowed) -> None:
+        super().__init__(make)
+        self.own = own
+
+
 class CohortExecutor:
-    """Trains devices together; what has no stacked form yet (widths), one after the other."""
+    """Trains devices together; what has no stacked form, one after the other."""
 
     def __init__(
         self,
@@ -130,18 +147,23 @@ class CohortExecutor:
 
     def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
         """All devices that train spans at once, as far as memory goes."""
-        if not all(isinstance(task.work, SpanWork) for task in tasks):
-            yield from (self._workshop.train(task, state) for task in tasks)
-            return
         if not tasks:
             return
         cohort = self._cohort_for(len(tasks))
+        spans = all(isinstance(task.work, SpanWork) for task in tasks)
+        if not spans and not all(self._narrow.can(task.work) for task in tasks):
+            yield from (self._workshop.train(task, state) for task in tasks)
+            return
         rows = self._rows(cohort, state)
         known = frozenset(key for key in cohort.program.sites.keys if key in state)
         for first in range(0, len(tasks), cohort.devices):
-            yield from self._train_some(cohort, tasks[first : first + cohort.devices], rows, known)
+            some = tasks[first : first + cohort.devices]
+            if spans:
+                yield from self._train_spans(cohort, some, rows, known)
+            else:
+                yield from self._train_widths(cohort, some, rows, state)
 
-    def _train_some(
+    def _train_spans(
         self, cohort: Cohort, tasks: Sequence[Task], rows: Rows, known: frozenset[str]
     ) -> Iterator[Contribution]:
         works = [_device_work(task) for task in tasks]
@@ -163,9 +185,34 @@ class CohortExecutor:
                 sound=sound[d] and bool(np.isfinite(means[d])),
             )
 
+    def _train_widths(
+        self, cohort: Cohort, tasks: Sequence[Task], rows: Rows, state: State
+    ) -> Iterator[Contribution]:
+        indices, valid = _mini_batches(
+            [self._workshop.batches(task) for task in tasks], cohort.batch
+        )
+        works = [self._narrow.work(task) for task in tasks]
+        schedule = self._narrow.schedule(tasks, len(indices))
+        levels = None if schedule is None else (schedule, self._narrow.statistics_of(state))
+        torch.manual_seed(int(tasks[0].rng("dropout").integers(2**63)))
+        cohort.train(rows, [frozenset()], works, indices, valid, levels)
+        means, sound = cohort.losses.tolist(), _are_finite(cohort)
+        for d, task in enumerate(tasks):
+            own = self._narrow.narrowed(task, d, schedule, valid[:, d])
+            yield _Sent(
+                tensors=_NarrowTensors(partial(self._narrow.tensors, own), own),
+                samples=len(task.indices),
+                loss=means[d],
+                width=self._narrow.width(own.level),
+                size_bytes=self._narrow.sent_bytes(own),
+                sound=sound[d] and bool(np.isfinite(means[d])),
+            )
+
     def merger(self, strategy_merge: Merge) -> Merge:
-        """Merge whole rows on the GPU, where the strategy merges whole tensors."""
-        return self._merge if strategy_merge is merge else strategy_merge
+        """Merge rows on the GPU."""
+        return {merge: self._merge, merge_nested: self._merge_nested}.get(
+            strategy_merge, strategy_merge
+        )
 
     def _merge(
         self, state: Mapping[str, Tensor], contributions: Iterable[Contribution], places: Places
@@ -200,6 +247,22 @@ class CohortExecutor:
         self._last = merged, rows
         return merged
 
+    def _merge_nested(
+        self, state: Mapping[str, Tensor], contributions: Iterable[Contribution], places: Places
+    ) -> State:
+        """What :func:`cocofl.fl.merge.merge_nested` gives, from rows instead of tensors by key."""
+        iterator = iter(contributions)
+        first = next(iterator, None)
+        if first is None or not isinstance(first.tensors, _NarrowTensors):
+            rest = [] if first is None else [first]
+            return merge_nested(state, _chained(rest, iterator), places)
+        assert self._cohort is not None
+        old = self._rows(self._cohort, state)
+        sent = (one.tensors.own for one in _chained([first], iterator))
+        merged, rows = self._narrow.merge(state, old, sent)
+        self._last = merged, rows
+        return merged
+
     def _rows(self, cohort: Cohort, state: Mapping[str, Tensor]) -> Rows:
         """The state as rows; usually they are where the last merge left them."""
         if self._last is None or self._last[0] is not state:
@@ -207,18 +270,31 @@ class CohortExecutor:
         return self._last[1]
 
     def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """One device after the other."""
-        return (self._workshop.statistics(task, state) for task in tasks)
+        """All devices at once, where nothing in the network runs device by device."""
+        cohort = self._cohort_for(len(tasks))
+        if not cohort.program.is_capturable:
+            yield from (self._workshop.statistics(task, state) for task in tasks)
+            return
+        rows = self._rows(cohort, state)
+        for first in range(0, len(tasks), cohort.devices):
+            some = tasks[first : first + cohort.devices]
+            batches = [self._workshop.batches(task) for task in some]
+            cohort.measure_statistics(rows, *_mini_batches(batches, cohort.batch))
+            slots, found = cohort.program.slots.statistics, cohort.statistics.cpu()
+            for d, task in enumerate(some):
+                sent = {key: slot.of(found)[d] for key, slot in slots.by_key.items()}
+                yield Contribution(sent, len(task.indices))
 
     def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
         """All of the test data on the GPU."""
-        if statistics != "running":
-            return self._workshop.confusion(state, list(chunks), statistics)
         if self._model is None:
             model, _ = self._workshop.materials.subject.build()
             self._model = model.to(self._on).eval().requires_grad_(False)
         own = {key: t for key, t in state.items() if not key.startswith(SCALE_PREFIX)}
         self._model.load_state_dict(own, strict=False)
+        for norm in norms_of(self._model):
+            norm.train(statistics == "batch")
+            norm.momentum = 0.0
         counts = torch.zeros(self._classes**2, dtype=torch.long, device=self._on)
         with torch.no_grad(), Precision.named(self._precision).active():
             for chunk in chunks:
@@ -253,6 +329,7 @@ class CohortExecutor:
 
             fitting = self._devices or devices_that_fit(make, wanted, self._on)
             self._cohort = make(min(wanted, fitting))
+            self._narrow = NarrowNetworks(self._workshop, self._cohort)
         return self._cohort
 
     def _tensor_bytes(self, cohort: Cohort, span: Span) -> int:

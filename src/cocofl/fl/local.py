@@ -151,7 +151,7 @@ class Workshop:
         """How often each true class (row) was taken for each class (column), on test samples."""
         net = self.whole_network(state).eval()
         if statistics == "batch":
-            for norm in _norms(net):
+            for norm in norms_of(net):
                 norm.train()
                 norm.momentum = 0.0
         classes = self.materials.test.facts.num_classes
@@ -169,7 +169,7 @@ class Workshop:
         What HeteroFL's static BatchNorm asks of devices after training: means over mini-batches.
         """
         net = self.whole_network(state).eval()
-        for norm in _norms(net):
+        for norm in norms_of(net):
             norm.reset_running_stats()
             norm.train()
             norm.momentum = None  # the plain mean over all mini-batches
@@ -181,5 +181,6 @@ class Workshop:
         return Contribution(sent, len(task.indices))
 
 
-def _norms(net: nn.Module) -> list[_NormBase]:
+def norms_of(net: nn.Module) -> list[_NormBase]:
+    """Its norms that keep statistics."""
     return [module for module in net.modules() if isinstance(module, _NormBase)]

@@ -107,13 +107,17 @@ class OrderedWork:
         loss = workshop.recipe.descend(parameters.values(), losses, task.lr)
         sent = {key: p.detach() for key, p in parameters.items()}
         for width, own in buffers.items():
-            sent |= {_statistics_key(key, width): t for key, t in own.items() if _is_kept(key)}
+            sent |= {statistics_key(key, width): t for key, t in own.items() if _is_kept(key)}
         return Contribution(sent, len(task.indices), loss, widest)
 
-    def _losses(self, workshop: Workshop, task: Task, scores: Any) -> Iterator[Tensor]:
+    def draws(self, task: Task) -> Iterator[float]:
+        """The width of each mini-batch."""
         rng = task.rng("widths")
-        for inputs, labels in workshop.load(task):
-            width = self.widths[int(rng.integers(len(self.widths)))]
+        while True:
+            yield self.widths[int(rng.integers(len(self.widths)))]
+
+    def _losses(self, workshop: Workshop, task: Task, scores: Any) -> Iterator[Tensor]:
+        for (inputs, labels), width in zip(workshop.load(task), self.draws(task), strict=False):
             student = scores(width, inputs)
             loss = workshop.loss(student, labels)
             if self.distillation and width < self.widths[-1]:
@@ -134,7 +138,8 @@ def _at_places(state: Mapping[str, Tensor], workshop: Workshop, width: float) ->
     return {key: state[key][at] for key, at in workshop.places(width).items() if key in state}
 
 
-def _statistics_key(key: str, width: float) -> str:
+def statistics_key(key: str, width: float) -> str:
+    """Under which name the server has a norm statistic of a width."""
     return key if width == 1.0 else f"{STATISTICS_PREFIX}{width:g}.{key}"
 
 
@@ -144,9 +149,11 @@ def _is_kept(key: str) -> bool:
 
 def _own_statistics(model: nn.Module, state: Mapping[str, Tensor], width: float) -> State:
     """The server's statistics of a width, or fresh ones where nobody has trained it yet."""
+    learned = dict(model.named_parameters())
     return {
-        key: state.get(_statistics_key(key, width), buffer).clone()
-        for key, buffer in model.named_buffers()
+        key: state.get(statistics_key(key, width), buffer).clone()
+        for key, buffer in model.state_dict().items()
+        if key not in learned
     }
 
 
@@ -169,14 +176,20 @@ def _scaled_chain(workshop: Workshop, width: float) -> BlockChain:
     known = _SCALED.setdefault(workshop, {})
     if width not in known:
         model, inputs = workshop.materials.subject.build(width)
-        full = dict(workshop.model().named_modules())
-        for name, layer in model.named_modules():
-            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) and len(layer.weight) < len(
-                full[name].weight
-            ):
-                layer.register_forward_hook(partial(_divide, width=width))
+        for name in scaled_layers(model, workshop.model()):
+            model.get_submodule(name).register_forward_hook(partial(_divide, width=width))
         known[width] = split(model, inputs)
     return known[width]
+
+
+def scaled_layers(narrow: nn.Module, full: nn.Module) -> list[str]:
+    """The layers that put out fewer channels than in the full network."""
+    return [
+        name
+        for name, layer in narrow.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
+        and layer.weight.shape[0] < full.get_parameter(f"{name}.weight").shape[0]
+    ]
 
 
 def _divide(layer: nn.Module, _inputs: Any, output: Tensor, *, width: float) -> Tensor | None:

@@ -8,8 +8,8 @@ the step can be captured once as a CUDA graph and replayed for all rounds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from cocofl.span import Role, Span
 from cocofl.vector.folding import FoldedLayer, fold_layers
 from cocofl.vector.graphs import Graphs
 from cocofl.vector.instructions import Layer
+from cocofl.vector.levels import Levels
 from cocofl.vector.losses import StackedLoss, cross_entropy
 from cocofl.vector.maps import Weights
 from cocofl.vector.optimizer import Sgd
@@ -50,6 +51,8 @@ class DeviceWork(NamedTuple):
     lr: float
     state: int = 0
     """Which of the round's states it begins with."""
+    level: int | None = None
+    """Which of the cohort's narrower networks it holds; None for the whole one."""
 
 
 class Rows(NamedTuple):
@@ -67,6 +70,10 @@ class _Traits:
     folds: bool
     taps: frozenset[Tap]
     on_the_fly: frozenset[Tap]
+    levels: bool = False
+    """Whether each step is taken at a level of its own."""
+    averages: bool = False
+    """Whether norms take plain means over mini-batches, whatever their momentum."""
 
 
 class Cohort:
@@ -107,6 +114,7 @@ class Cohort:
             for slot in slots.parameters.all()
         }
         self._tracked = {slot: slot.of(self.statistics) for slot in slots.statistics.all()}
+        self.levels: Levels | None = None
         self._block_of = slots.parameters.blocks().to(self.on)
         self._frozen = _FrozenRows(self.program, devices, self.on)
         self.measured = rows(len(self.program.sites.keys), torch.nan, torch.float32)
@@ -128,6 +136,11 @@ class Cohort:
         self._tables: dict[frozenset[Tap], RoundingTable] = {}
         self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
         self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
+
+    @property
+    def everything(self) -> Span:
+        """The span of all blocks."""
+        return Span(0, self.program.n_blocks)
 
     # States as rows
 
@@ -152,6 +165,15 @@ class Cohort:
             found |= {k: slot.of(own)[index].clone() for k, slot in kind.by_key.items()}
         found |= {key: tensor.clone() for key, tensor in self._constants.items()}
         return found | self._scales_of(rows.scales[index])
+
+    def add_level(self, factors: Tensor) -> int:
+        """A narrower network, as factors on the places of a row of parameters; its number."""
+        if self.levels is None:
+            slots = self.program.slots
+            self.levels = Levels(
+                slots.parameters, self.devices, slots.statistics.size, self.parameters
+            )
+        return self.levels.add(factors)
 
     def _scales_of(self, row: Tensor) -> State:
         values = row.tolist()
@@ -183,37 +205,71 @@ class Cohort:
         works: Sequence[DeviceWork],
         indices: NDArray[np.int64],
         valid: NDArray[np.int64],
+        levels: tuple[NDArray[np.int64], Tensor] | None = None,
     ) -> None:
         """Train all devices on their mini-batches: (step, device, sample) and (step, device).
 
-        ``known`` are the scales that each state has. There may be fewer works than room.
+        ``known`` are the scales that each state has. There may be fewer works than room. With
+        ``levels`` each step is taken at one of the narrower networks: at which, (step, device),
+        and the statistics that each of them begins with, (level, place).
         """
         traits = self._begin(states, known, works)
-        steps = len(indices)
         room = self.devices - len(works)
-        on_device = torch.from_numpy(np.pad(indices, ((0, 0), (0, room), (0, 0)))).to(self.on)
+        if levels is not None:
+            assert self.levels is not None
+            traits = replace(traits, levels=True)
+            self.levels.begin(np.pad(levels[0], ((0, 0), (0, room))), levels[1])
         counts = np.pad(valid, ((0, 0), (0, room)))
-        counts_on_device = torch.from_numpy(counts.astype(np.int32)).to(self.on)
         finishing = (counts > 0) & (np.cumsum((counts > 0)[::-1], 0)[::-1] == 1)
         finishing &= np.array([*(work.variant == "qff" for work in works), *[False] * room])
         finishing_on_device = torch.from_numpy(finishing).to(self.on)
         modes = _modes(works, self.program.n_blocks, room)
-        for step in range(steps):
-            self._indices.copy_(on_device[step])
-            self._valid.copy_(counts_on_device[step])
+        for step, host in self._load(indices, counts):
             self._last.copy_(finishing_on_device[step])
+            if traits.levels and self.levels is not None:
+                self.levels.go_to(step)
             measures = bool(finishing[step].any())
-            host = counts[step].tolist()
             self._graphs.run((traits, measures), partial(self._step, traits, measures, modes, host))
         taken = np.maximum((counts > 0).sum(0), 1)
         self.losses /= torch.from_numpy(taken).to(self.on)
+
+    def measure_statistics(
+        self, states: Rows, indices: NDArray[np.int64], valid: NDArray[np.int64]
+    ) -> None:
+        """Each norm's statistics as plain means over a device's mini-batches; nothing learns."""
+        n = indices.shape[1]
+        works = [DeviceWork(self.everything, "f", 0.0)] * n
+        traits = replace(self._begin(states, [frozenset()], works), averages=True)
+        room = self.devices - n
+        modes = _modes(works, self.program.n_blocks, room)
+        for _, host in self._load(indices, np.pad(valid, ((0, 0), (0, room)))):
+            self._graphs.run(traits, partial(self._look, traits, modes, host))
+
+    def _load(
+        self, indices: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Set one step's mini-batches after the other; its number, and the samples that count."""
+        room = self.devices - indices.shape[1]
+        samples = torch.from_numpy(np.pad(indices, ((0, 0), (0, room), (0, 0)))).to(self.on)
+        valid = torch.from_numpy(counts.astype(np.int32)).to(self.on)
+        for step in range(len(indices)):
+            self._indices.copy_(samples[step])
+            self._valid.copy_(valid[step])
+            yield step, counts[step].tolist()
+
+    def _look(self, traits: _Traits, modes: list[list[str]], counts: list[int]) -> None:
+        with self._precision.active(), torch.no_grad():
+            inputs, _ = self._source(self._indices)
+            run = self._run(self._leaves, traits, False, modes, counts)
+            self.program(tuple(self._precision.cast(x) for x in inputs), run)
+        self._steps_done += 1
 
     def _begin(
         self, states: Rows, known: Sequence[frozenset[str]], works: Sequence[DeviceWork]
     ) -> _Traits:
         if len(works) > self.devices:
             raise InvalidSetting(f"{len(works)} devices in a cohort with room for {self.devices}")
-        idle = DeviceWork(Span(0, self.program.n_blocks), "f", 0.0)
+        idle = DeviceWork(self.everything, "f", 0.0)
         everyone = [*works, *[idle] * (self.devices - len(works))]
         of_device = torch.tensor([work.state for work in everyone], device=self.on)
         self.parameters.copy_(states.parameters[of_device])
@@ -235,6 +291,10 @@ class Cohort:
         self._own.copy_(self._roles.with_batch.t()[:, self._block_of])
         for slot in self._unused:
             self._learns[:, slot.start : slot.stop] = False
+        if self.levels is not None:
+            there = self.levels.there([work.level for work in everyone])
+            self.parameters.mul_(there)
+            self._learns.logical_and_(there)
 
         folds = not bool(with_batch.all())
         if folds:
@@ -281,14 +341,19 @@ class Cohort:
         with self._precision.active(), torch.enable_grad():
             inputs, labels = self._source(self._indices)
             inputs = tuple(self._precision.cast(x) for x in inputs)
-            run = self._run(traits, measures, modes, counts)
+            leaves = self._leaves
+            if traits.levels and self.levels is not None:
+                leaves = self.levels.narrowed(self.parameters, self.statistics)
+            run = self._run(leaves, traits, measures, modes, counts)
             outputs = self.program(inputs, run)
             losses = self._loss(outputs, labels, self._valid, counts)
-            slots = list(self._leaves)
+            slots = list(leaves)
             found = torch.autograd.grad(
-                losses.sum(), [self._leaves[slot] for slot in slots], allow_unused=True
+                losses.sum(), [leaves[slot] for slot in slots], allow_unused=True
             )
         gradients = self._flat(slots, found)
+        if traits.levels and self.levels is not None:
+            self.levels.settle(gradients, self.statistics)
         self.losses += torch.where(self._valid > 0, losses.detach().double(), 0.0)
         self._optimizer.step(
             self.parameters, gradients, self._velocity, self._lr, self._learns, self._valid
@@ -311,19 +376,25 @@ class Cohort:
         return torch.cat(parts, 1)
 
     def _run(
-        self, traits: _Traits, measures: bool, modes: list[list[str]], counts: list[int]
+        self,
+        leaves: Mapping[Slot, Tensor],
+        traits: _Traits,
+        measures: bool,
+        modes: list[list[str]],
+        counts: list[int],
     ) -> Run:
         own = self._own if traits.folds else None
         return Run(
             roles=self._roles,
             valid=self._valid,
             batch=self.batch,
-            leaves=self._leaves,
-            weights=self._frozen.weights(self.parameters, self._leaves, self._roles, own),
+            leaves=leaves,
+            weights=self._frozen.weights(self.parameters, leaves, self._roles, own),
             statistics=self._tracked,
             frozen_factors=self._frozen.factors,
             frozen_offsets=self._frozen.offsets,
             steps_done=self._steps_done,
+            averages=traits.averages,
             table=self._tables[traits.taps] if traits.taps else None,
             on_the_fly=traits.on_the_fly,
             modes=modes,

@@ -217,6 +217,8 @@ class Drop(Instruction):
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         x: Tensor = env[self.x]
+        if run.averages:
+            return x
         merged = x.flatten(0, 1)
         if self.module is not None:
             # The functional form: the module itself may work in place.

@@ -61,6 +61,8 @@ class Run:
     steps_done: Tensor
     table: RoundingTable | None
     on_the_fly: frozenset[Tap]
+    averages: bool = False
+    """Norms take plain means over mini-batches, whatever their momentum."""
     modes: list[list[str]] = field(default_factory=list)
     """By block and device, for what runs device by device."""
     counts: list[int] | None = None
@@ -135,8 +137,9 @@ class Run:
     def norm(self, spec: NormSpec, name: str, block: int, layer_bias: Tensor | None) -> Norm:
         """A BatchNorm of all devices."""
         momentum: Tensor | float = spec.momentum if spec.momentum is not None else 0.0
-        if spec.momentum is None:
-            momentum = (1.0 / (self.steps_done + spec.tracked + 1))[:, None]
+        if spec.momentum is None or self.averages:
+            before = 0 if self.averages else spec.tracked
+            momentum = (1.0 / (self.steps_done + before + 1))[:, None]
         tracks_nothing = spec.mean is None
         with_batch = self.roles.with_batch[block]
         return Norm(

@@ -1,0 +1,188 @@
+"""Devices with networks of unequal width in a cohort: HeteroFL and FjORD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cocofl.fl.local import Task, Work, Workshop
+from cocofl.fl.merge import State
+from cocofl.fl.widths import OrderedWork, WidthWork, scaled_layers, statistics_key
+from cocofl.models.widths import Place, embeds
+from cocofl.vector import Cohort, DeviceWork, Rows
+from cocofl.vector.levels import factor_row
+from cocofl.vector.slots import Slots
+
+
+@dataclass(frozen=True, eq=False)
+class Narrowed:
+    """What the merge needs to know of one device's update."""
+
+    level: int
+    samples: int
+    parameters: Tensor
+    statistics: Mapping[int, Tensor]
+    """By level; of those at which it took steps."""
+
+
+@dataclass(frozen=True)
+class _Level:
+    width: float
+    scaled: bool
+
+
+class NarrowNetworks:
+    """The narrower networks of a cohort: as levels of it, and as parts of the server's state."""
+
+    def __init__(self, workshop: Workshop, cohort: Cohort) -> None:
+        self._workshop, self._cohort = workshop, cohort
+        self._numbers: dict[_Level, int] = {}
+        self._embedded: dict[float, bool] = {}
+
+    def can(self, work: Work) -> bool:
+        """Whether the stacked computation does what the work asks for.
+
+        Losses of some classes only, distillation, and networks in which a width changes more than
+        which channels there are, are left to the serial code.
+        """
+        if isinstance(work, WidthWork):
+            return not work.masked and self._is_embedded(work.width)
+        if isinstance(work, OrderedWork):
+            return not work.distillation and all(map(self._is_embedded, work.widths))
+        return False
+
+    def _is_embedded(self, width: float) -> bool:
+        if width not in self._embedded:
+            model, inputs = self._workshop.materials.subject.build()
+            narrow = self._workshop.model(width)
+            self._embedded[width] = width == 1.0 or embeds(model, narrow, inputs)
+        return self._embedded[width]
+
+    def level(self, width: float, *, scaled: bool = False) -> int:
+        """The number of a width in the cohort."""
+        wanted = _Level(width, scaled and width < 1.0)
+        if wanted not in self._numbers:
+            factors = {}
+            if wanted.scaled:
+                model, _ = self._workshop.materials.subject.build(width)
+                names = scaled_layers(model, self._workshop.model())
+                tensors = ("weight", "bias")
+                factors = {f"{name}.{t}": 1.0 / width for name in names for t in tensors}
+            slots = self._cohort.program.slots.parameters
+            row = factor_row(slots, self._workshop.places(width), factors)
+            self._numbers[wanted] = self._cohort.add_level(row)
+        return self._numbers[wanted]
+
+    def work(self, task: Task) -> DeviceWork:
+        """What a device does, in the cohort's terms."""
+        work, everything = task.work, self._cohort.everything
+        if isinstance(work, WidthWork):
+            level = self.level(work.width, scaled=work.scaler)
+        else:
+            assert isinstance(work, OrderedWork)
+            level = self.level(work.widths[-1])
+        return DeviceWork(everything, "f", task.lr, level=level)
+
+    def schedule(self, tasks: Sequence[Task], steps: int) -> NDArray[np.int64] | None:
+        """At which level each step is taken; None where all steps are at what a device holds."""
+        levels = np.zeros((steps, len(tasks)), np.int64)
+        varies = False
+        for d, task in enumerate(tasks):
+            if isinstance(task.work, OrderedWork):
+                drawn = task.work.draws(task)
+                own = [self.level(width) for _, width in zip(range(steps), drawn, strict=False)]
+                levels[:, d] = own
+                varies = True
+            elif isinstance(task.work, WidthWork):
+                levels[:, d] = self.level(task.work.width, scaled=task.work.scaler)
+                varies |= task.work.scaler
+        return levels if varies else None
+
+    def statistics_of(self, state: Mapping[str, Tensor]) -> Tensor:
+        """The server's statistics at every level, (level, place): its own, or fresh ones."""
+        slots = self._cohort.program.slots.statistics
+        rows = []
+        for level in self._numbers:
+            fresh, found = self._workshop.model(level.width).state_dict(), {}
+            places = self._workshop.places(level.width)
+            for key, slot in slots.by_key.items():
+                found[key] = torch.zeros(slot.shape)
+                own = state.get(statistics_key(key, level.width), fresh[key])
+                found[key][places[key]] = own.float()
+            rows.append(slots.pack(found, torch.zeros(0)))
+        return torch.stack(rows).to(self._cohort.statistics)
+
+    def narrowed(
+        self, task: Task, device: int, schedule: NDArray[np.int64] | None, valid: NDArray[np.int64]
+    ) -> Narrowed:
+        """A device's update; its tensors stay valid until the cohort trains again."""
+        levels, statistics = self._cohort.levels, {}
+        if isinstance(task.work, OrderedWork) and schedule is not None and levels is not None:
+            drawn = np.unique(schedule[valid > 0, device]).tolist()
+            statistics = {level: levels.statistics[device, level] for level in drawn}
+        level, parameters = self.work(task).level, self._cohort.parameters[device]
+        assert level is not None
+        return Narrowed(level, len(task.indices), parameters, statistics)
+
+    def width(self, level: int) -> float:
+        """How wide a level is."""
+        return list(self._numbers)[level].width
+
+    def sent_bytes(self, own: Narrowed) -> int:
+        """The size of what a device sends."""
+        parameters = self._workshop.model(self.width(own.level)).parameters()
+        return sum(p.nbytes for p in parameters) + sum(map(self._statistic_bytes, own.statistics))
+
+    def _statistic_bytes(self, level: int) -> int:
+        buffers = self._workshop.model(self.width(level)).state_dict().items()
+        slots = self._cohort.program.slots.statistics.by_key
+        return sum(t.nbytes for key, t in buffers if key in slots)
+
+    def tensors(self, own: Narrowed) -> State:
+        """What a device sends, by key."""
+        kinds, width = self._cohort.program.slots, self.width(own.level)
+        found = _at_places(kinds.parameters, own.parameters, self._workshop.places(width))
+        for level, row in own.statistics.items():
+            places = self._workshop.places(self.width(level))
+            sent = _at_places(kinds.statistics, row, places)
+            found |= {statistics_key(key, self.width(level)): t for key, t in sent.items()}
+        return found
+
+    def merge(
+        self, state: Mapping[str, Tensor], old: Rows, sent: Iterable[Narrowed]
+    ) -> tuple[State, Rows]:
+        """What :func:`cocofl.fl.merge.merge_nested` gives, from rows; and the new rows."""
+        cohort, levels = self._cohort, self._cohort.levels
+        sums = torch.zeros_like(old.parameters[0], dtype=torch.float64)
+        weights = torch.zeros_like(sums)
+        tracked: dict[int, tuple[Tensor, int]] = {}
+        for one in sent:
+            assert levels is not None
+            votes = levels.there([one.level])[0] * float(one.samples)
+            sums += one.parameters.double() * votes
+            weights += votes
+            for level, statistics in one.statistics.items():
+                total, seen = tracked.get(level, (0.0, 0))
+                tracked[level] = total + statistics.double() * one.samples, seen + one.samples
+        mean = sums / weights.clamp_min(1e-300)
+        mean = torch.where(weights > 0, mean, old.parameters[0].double()).to(old.parameters.dtype)
+        averaged = {self.width(level): (total / n).float() for level, (total, n) in tracked.items()}
+        statistics = averaged[1.0][None] if 1.0 in averaged else old.statistics
+        rows = Rows(mean[None], statistics.to(old.statistics.dtype), old.scales)
+        merged = dict(state) | cohort.state_of(Rows(*(part.cpu() for part in rows)))
+        for width, row in averaged.items():
+            kind, places = cohort.program.slots.statistics, self._workshop.places(width)
+            narrower = _at_places(kind, row.cpu(), places)
+            merged |= {statistics_key(key, width): t for key, t in narrower.items()}
+        return merged, rows
+
+
+def _at_places(slots: Slots, row: Tensor, places: Mapping[str, Place]) -> State:
+    return {
+        key: slot.of(row[None])[0][places[key]].clone().cpu() for key, slot in slots.by_key.items()
+    }

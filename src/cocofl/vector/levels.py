@@ -1,0 +1,85 @@
+"""Narrower networks inside the full one, as factors on its parameters.
+
+A place that a narrower network lacks has the factor 0. A channel whose weights are 0 stays 0 on
+its way through layers, norms (their weight and bias are 0, too) and activations, and no gradient
+comes back through it. So one computation serves devices of every width, and one device at a
+different width in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cocofl.errors import InvalidSetting
+from cocofl.models.widths import Place
+from cocofl.vector.slots import Slot, Slots
+
+# Rows of factors stay where captured steps read them, so their number is fixed.
+_CAPACITY = 24
+
+
+def factor_row(
+    slots: Slots, places: Mapping[str, Place], factors: Mapping[str, float] | None = None
+) -> Tensor:
+    """Of a narrower network: 1, or the tensor's own factor, at its ``places`` in a row; else 0."""
+    tensors = {}
+    for key, slot in slots.by_key.items():
+        tensors[key] = torch.zeros(slot.shape)
+        tensors[key][places[key]] = (factors or {}).get(key, 1.0)
+    return slots.pack(tensors, torch.zeros(0))
+
+
+class Levels:
+    """The narrower networks of a cohort, and at which of them each device takes its step."""
+
+    def __init__(self, slots: Slots, devices: int, statistics: int, like: Tensor) -> None:
+        """``statistics`` is the length of a row of them."""
+        self._count, capacity = 0, _CAPACITY
+        self._factors = torch.ones(capacity, slots.size, dtype=like.dtype, device=like.device)
+        self._now = torch.zeros(devices, dtype=torch.long, device=like.device)
+        self._schedule = self._now[None]
+        self._rows = torch.arange(devices, device=like.device)
+        self.statistics = like.new_zeros(devices, capacity, statistics)
+        """Of each device at each level: a norm sees other numbers at another width."""
+        self._narrow = torch.zeros_like(like)
+        self._leaves = {
+            slot: slot.of(self._narrow).detach().requires_grad_() for slot in slots.all()
+        }
+
+    def add(self, factors: Tensor) -> int:
+        """A narrower network by its row of factors; the number of its level."""
+        if self._count == _CAPACITY - 1:  # the last row stays: all of the network
+            raise InvalidSetting(f"a cohort knows at most {_CAPACITY - 1} widths")
+        self._factors[self._count] = factors
+        self._count += 1
+        return self._count - 1
+
+    def there(self, levels: Sequence[int | None]) -> Tensor:
+        """By device and place, whether its network has it; None for the whole network."""
+        index = torch.tensor([-1 if level is None else level for level in levels])
+        return self._factors[index.to(self._factors.device)] != 0
+
+    def begin(self, schedule: NDArray[np.int64], statistics: Tensor) -> None:
+        """The levels of a round, (step, device), and what statistics begin with, (level, place)."""
+        self._schedule = torch.from_numpy(schedule).to(self._now.device)
+        self.statistics[:, : len(statistics)] = statistics
+
+    def go_to(self, step: int) -> None:
+        """The next step's levels."""
+        self._now.copy_(self._schedule[step])
+
+    def narrowed(self, parameters: Tensor, statistics: Tensor) -> dict[Slot, Tensor]:
+        """What learns in this step; the statistics become those of its levels."""
+        self._narrow.copy_(parameters * self._factors[self._now])
+        statistics.copy_(self.statistics[self._rows, self._now])
+        return self._leaves
+
+    def settle(self, gradients: Tensor, statistics: Tensor) -> None:
+        """From gradients of the narrowed to those of the parameters; keep the statistics."""
+        gradients.mul_(self._factors[self._now])
+        self.statistics[self._rows, self._now] = statistics

@@ -1,0 +1,128 @@
+"""Narrower networks inside a cohort compute what they compute by themselves."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cocofl import InvalidSetting, chain_state, split
+from cocofl.fl.merge import Contribution, merge_nested
+from cocofl.models import MODELS
+from cocofl.models.widths import embeds, places
+from cocofl.vector import Cohort, DeviceWork, Sgd
+from cocofl.vector.levels import factor_row
+from tests.vector.serial import Round, draw_round
+
+WIDTHS = (0.25, 0.5, 1.0)
+BATCH, SAMPLES, LR = 8, 40, 0.05
+SIZES = [[8, 8, 5], [8, 8, 8], [8, 3, 8]]
+SGD = Sgd(momentum=0.5, weight_decay=0.01, clip=1.0)
+
+
+@cache
+def network(name: str, width: float) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name](10, width=width, tiny=True).double()
+
+
+def alone(
+    name: str, state: dict[str, Tensor], one: Round, device: int, widths: list[float], x: Tensor,
+    y: Tensor,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Parameters of the widest network after steps at ``widths``, each a slice of it."""
+    widest = network(name, WIDTHS[device])
+    at = places(network(name, 1.0), widest)
+    parameters = {
+        key: nn.Parameter(state[key][at[key]].clone()) for key, _ in widest.named_parameters()
+    }
+    optimizer = torch.optim.SGD(
+        parameters.values(), lr=LR, momentum=SGD.momentum, weight_decay=SGD.weight_decay
+    )
+    for step, width in enumerate(widths):
+        chosen = one.indices[step, device, : one.valid[step, device]]
+        model = network(name, width).train()
+        inside = places(widest, model)
+        sliced = {key: p[inside[key]] for key, p in parameters.items()}
+        optimizer.zero_grad()
+        buffers = {key: b.clone() for key, b in model.named_buffers()}
+        scores = torch.func.functional_call(model, {**sliced, **buffers}, x[chosen])
+        F.cross_entropy(scores, y[chosen]).backward()
+        nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+        optimizer.step()
+    return {key: p.detach() for key, p in parameters.items()}
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["heterofl", "fjord"])
+@pytest.mark.parametrize("name", ["mobilenet", "mobilenet-groupnorm", "resnet18", "densenet40"])
+def test_two_rounds_in_float64(name: str, ordered: bool) -> None:
+    full = network(name, 1.0)
+    x = full.example_input(SAMPLES).double()  # type: ignore[operator]
+    y = torch.randint(0, 10, (SAMPLES,), generator=torch.Generator().manual_seed(0))
+    chain = split(full, x[:BATCH])
+    cohort = Cohort(
+        chain,
+        lambda i: ((x[i],), y[i]),
+        devices=4,
+        batch=BATCH,
+        optimizer=SGD,
+        precision="fp32",
+    )
+    slots = cohort.program.slots.parameters
+    where = {width: places(full, network(name, width)) for width in WIDTHS}
+    for width in WIDTHS:
+        cohort.add_level(factor_row(slots, where[width]))
+    works = [DeviceWork(cohort.everything, "f", LR, level=level) for level in range(3)]
+    state = other = chain_state(chain)
+    for seed in range(2):
+        one = draw_round(works, SAMPLES, BATCH, SIZES, seed)
+        schedule: NDArray[np.int64] = np.tile(np.arange(3), (3, 1))
+        levels = None
+        if ordered:
+            schedule = np.random.default_rng(seed).integers(0, [1, 2, 3], (3, 3))
+            levels = schedule, torch.zeros(3, cohort.statistics.shape[1]).double()
+        cohort.train(cohort.rows_of([other]), [frozenset()], works, one.indices, one.valid, levels)
+        expected, found = [], []
+        for d, width in enumerate(WIDTHS):
+            widths = [WIDTHS[level] for level in schedule[:, d]]
+            a = alone(name, state, one, d, widths, x, y)
+            b = {
+                key: slots.by_key[key].of(cohort.parameters)[d][where[width][key]].clone()
+                for key in a
+            }
+            assert max((a[key] - b[key]).abs().max().item() for key in a) < 1e-9
+            expected.append(Contribution(a, 8, width=width))
+            found.append(Contribution(b, 8, width=width))
+        state = merge_nested(state, expected, where.__getitem__)
+        other = merge_nested(other, found, where.__getitem__)
+
+
+def test_a_place_that_a_narrower_network_lacks_stays_zero() -> None:
+    full = network("resnet18", 1.0)
+    x, y = full.example_input(SAMPLES).double(), torch.zeros(SAMPLES).long()  # type: ignore[operator]
+    chain = split(full, x[:BATCH])
+    cohort = Cohort(chain, lambda i: ((x[i],), y[i]), devices=1, batch=BATCH, precision="fp32")
+    where = places(full, network("resnet18", 0.25))
+    row = factor_row(cohort.program.slots.parameters, where)
+    level = cohort.add_level(row)
+    works = [DeviceWork(cohort.everything, "f", LR, level=level)]
+    one = draw_round(works, SAMPLES, BATCH, [[8, 8]])
+    cohort.train(cohort.rows_of([chain_state(chain)]), [frozenset()], works, one.indices, one.valid)
+    lacking = cohort.parameters[0][row == 0]
+    assert len(lacking) > 0
+    assert (lacking == 0).all()
+    for _ in range(22):
+        cohort.add_level(row)
+    with pytest.raises(InvalidSetting, match="at most 23 widths"):
+        cohort.add_level(row)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_which_networks_have_narrower_ones_as_a_part(name: str) -> None:
+    full, narrow = (MODELS[name](10, width=w, tiny=True) for w in (1.0, 0.5))
+    assert embeds(full, narrow, (full.example_input(),)) == (not name.startswith("transformer"))
