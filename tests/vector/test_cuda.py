@@ -1,0 +1,115 @@
+"""On a GPU a cohort computes what it computes on the CPU: fused kernels against plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cocofl import Span, chain_state, split
+from cocofl.models import MODELS
+from cocofl.models.widths import places
+from cocofl.vector import Cohort, DeviceWork, Sgd
+from cocofl.vector.levels import factor_row
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+
+BATCH, SAMPLES, STEPS = 8, 40, 6
+WIDTHS = (0.25, 0.5, 1.0)
+
+
+def cohorts(name: str, **more: Any) -> tuple[list[Cohort], dict[str, Tensor]]:
+    """The same cohort on the CPU and on the GPU, and the state they begin with."""
+    torch.manual_seed(0)
+    model = MODELS[name](10, tiny=True)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    x, y = model.example_input(SAMPLES), torch.randint(0, 10, (SAMPLES,))
+    chain = split(model, x[:BATCH])
+    options = {"optimizer": Sgd(weight_decay=0.01), "precision": "fp32"} | more
+    made = []
+    for on in ("cpu", "cuda"):
+        x_there, y_there = x.to(on), y.to(on)
+
+        def source(
+            i: Tensor, x: Tensor = x_there, y: Tensor = y_there
+        ) -> tuple[tuple[Tensor, ...], Tensor]:
+            return (x[i],), y[i]
+
+        made.append(Cohort(chain, source, devices=6, batch=BATCH, on=on, **options))
+    return made, chain_state(chain)
+
+
+def mini_batches(devices: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    indices = rng.integers(0, SAMPLES, (STEPS, devices, BATCH))
+    valid = np.full((STEPS, devices), BATCH)
+    valid[-1] = np.array([8, 5, 0, 8, 3])[:devices]
+    return indices, valid
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float(((a.cpu() - b.cpu()).norm() / a.cpu().norm().clamp_min(1e-6)).item())
+
+
+@pytest.mark.parametrize(("variant", "tolerance"), [("f", 1e-4), ("ff", 1e-4), ("qff", 1e-2)])
+@pytest.mark.parametrize("name", ["mobilenet", "resnet18", "densenet40", "transformer"])
+def test_spans(name: str, variant: str, tolerance: float) -> None:
+    made, state = cohorts(name)
+    n = made[0].program.n_blocks
+    spans = [Span(0, n), Span(0, 1), Span(n - 1, n), Span(n // 2, n // 2 + 1), Span(1, n)]
+    works = [DeviceWork(span, variant, 0.05) for span in spans]
+    for cohort in made:
+        cohort.train(cohort.rows_of([state]), [frozenset()], works, *mini_batches(5))
+    assert relative(made[0].parameters, made[1].parameters) < tolerance
+    if made[0].statistics.numel():
+        assert relative(made[0].statistics, made[1].statistics) < tolerance
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["heterofl", "fjord"])
+@pytest.mark.parametrize("name", ["mobilenet", "mobilenet-groupnorm", "densenet40"])
+def test_widths(name: str, ordered: bool) -> None:
+    made, state = cohorts(name)
+    full = MODELS[name](10, tiny=True)
+    indices, valid = mini_batches(3)
+    schedule = np.random.default_rng(0).integers(0, [1, 2, 3], (STEPS, 3))
+    for cohort in made:
+        for width in WIDTHS:
+            where = places(full, MODELS[name](10, tiny=True, width=width))
+            cohort.add_level(factor_row(cohort.program.slots.parameters, where))
+        works = [DeviceWork(cohort.everything, "f", 0.05, level=level) for level in range(3)]
+        levels = (schedule, torch.ones_like(cohort.statistics[:3])) if ordered else None
+        for _ in range(2):  # the second from a captured graph
+            rows = cohort.rows_of([state])
+            cohort.train(rows, [frozenset()], works, indices, valid, levels)
+    assert relative(made[0].parameters, made[1].parameters) < 1e-4
+    assert made[0].levels is not None
+    assert made[1].levels is not None
+    if ordered and made[0].statistics.numel():
+        assert relative(made[0].levels.statistics, made[1].levels.statistics) < 1e-4
+
+
+def test_statistics() -> None:
+    made, state = cohorts("mobilenet")
+    for cohort in made:
+        for _ in range(2):
+            cohort.measure_statistics(cohort.rows_of([state]), *mini_batches(5))
+    assert relative(made[0].statistics[:2], made[1].statistics[:2]) < 1e-4
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 2e-2), ("bf16", 1e-1)])
+def test_precisions(precision: str, tolerance: float) -> None:
+    (exact, _), state = cohorts("mobilenet")
+    (_, rough), _ = cohorts("mobilenet", precision=precision)
+    works = [DeviceWork(exact.everything, "f", 0.01)] * 5
+    indices, valid = mini_batches(5)
+    for cohort in (exact, rough):
+        rows = cohort.rows_of([state])
+        cohort.train(rows, [frozenset()], works, indices[:1], valid[:1])
+    moved = exact.parameters - exact.rows_of([state]).parameters
+    also = rough.parameters.cpu() - exact.rows_of([state]).parameters
+    assert relative(moved[:5], also[:5]) < tolerance
