@@ -16,6 +16,7 @@ PACKAGE = Path(cocofl.__file__).parent
 # Top to bottom. Rooms on one floor do not import each other.
 FLOORS = [
     {"cli"},
+    {"reproduction"},
     {"flower", "report", "comparison", "trackers"},
     {"experiment"},
     {"config"},
@@ -28,7 +29,7 @@ FLOORS = [
     {"chain"},
     {"models", "data"},
     {"numerics"},
-    {"allocator", "budget", "named", "rng", "span"},
+    {"allocator", "budget", "named", "rng", "source", "span"},
     {"errors"},
 ]
 LEVEL = {room: level for level, floor in enumerate(FLOORS) for room in floor}

@@ -65,7 +65,7 @@ def test_bash_completes_commands_options_and_names():
         ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
     )
     assert [line.split() for line in done.stdout.splitlines()] == [
-        ["report"],
+        ["report", "reproduce"],
         ["--figures"],
         ["mobilenet-groupnorm", "mobilenet-large"],
     ]

@@ -87,3 +87,39 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
 def test_values_on_the_command_line() -> None:
     assert parse_value("[600, 800]") == [600, 800]
     assert parse_value("runs/x") == "runs/x"
+
+
+def test_a_file_says_only_what_it_changes_of_its_base(tmp_path: Path) -> None:
+    folder = tmp_path / "bases"
+    folder.mkdir()
+    (folder / "table.json").write_text("{}")
+    (folder / "common.toml").write_text(
+        'rounds = 9\ntables = {spans = "table.json"}\n[data]\nname = "cifar10"\nsplit = "iid"\n'
+    )
+    (folder / "row.toml").write_text('base = "common.toml"\ndata = {split = "rc", alpha = 0.5}\n')
+    (tmp_path / "mine.toml").write_text('base = "bases/row.toml"\nrounds = 3\n')
+    found = Experiment.load(tmp_path / "mine.toml")
+    assert (found.rounds, found.data.name, found.data.split) == (3, "cifar10", "rc")
+    assert found.tables.spans == str(folder / "table.json")  # relative to the file that says it
+
+
+def test_a_base_must_be_another_file(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('base = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('base = "a.toml"\n')
+    with pytest.raises(InvalidExperiment, match=r"b.toml: its base a.toml rests on this very file"):
+        Experiment.load(tmp_path / "a.toml")
+    (tmp_path / "c.toml").write_text("base = 3\n")
+    with pytest.raises(InvalidExperiment, match="expected the name of another file"):
+        Experiment.load(tmp_path / "c.toml")
+
+
+def test_where_it_runs_is_not_what_is_run() -> None:
+    one = Experiment().changed({"data.dir": "/a", "tables.spans": "/a/x64.json"})
+    moved = {"data.dir": "/b", "tables.spans": "/b/x64.json", "engine.kind": "cohort"}
+    other = one.changed({**moved, "engine.workers": 2, "engine.device": "cuda"})
+    assert one.without_places() == other.without_places()
+    for change in ({"seed": 1}, {"engine.precision": "bf16"}, {"tables.spans": "/a/arm.json"}):
+        assert one.changed(change).without_places() != one.without_places()
+    shipped = [{"tables.spans": f"measured:epyc-{name}/qff"} for name in ("mobilenet", "resnet18")]
+    first, second = (one.changed(change).without_places() for change in shipped)
+    assert first != second

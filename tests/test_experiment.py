@@ -84,6 +84,7 @@ def test_every_strategy_runs_and_keeps_the_folders_promise(
         "model.safetensors",
     }
     assert run.folder.about["tables"]
+    assert set(run.final_by_statistics) == {"running", "batch"}
 
 
 def test_two_runs_with_one_seed_are_the_same_bytes(
@@ -203,6 +204,44 @@ def test_a_run_begins_with_given_weights(tmp_path: Path, executor: InProcess) ->
     broken.write_bytes(b"nothing")
     with pytest.raises(CocoflError, match="cannot read"):
         Setup(tiny(model__init=str(broken))).job()
+
+
+@pytest.mark.parametrize("strategy", ["cocofl", "heterofl"])
+def test_the_end_is_evaluated_with_both_statistics(
+    strategy: str, tmp_path: Path, executor: InProcess
+) -> None:
+    found = {}
+    for own in ("running", "batch"):
+        changes = {"strategy__name": strategy, "evaluation__statistics": own}
+        run = play(tiny(**changes), tmp_path / own, executor)
+        found[own] = {kind: one["accuracy"] for kind, one in run.final_by_statistics.items()}
+        for kind, accuracy in found[own].items():
+            again = evaluate_run(
+                run.path, changes={"evaluation.statistics": kind}, executor=executor
+            )
+            assert again["accuracy"] == accuracy
+    assert found["running"] == found["batch"]
+
+
+def test_a_run_begun_elsewhere_goes_on_here(tmp_path: Path, executor: InProcess) -> None:
+    whole = play(tiny(), tmp_path / "whole", executor)
+
+    class Stop(Exception):
+        pass
+
+    class Stopper:
+        def on_round(self, record: dict[str, Any]) -> None:
+            if record["round"] == 2:
+                raise Stop
+
+        def on_end(self) -> None:
+            raise AssertionError
+
+    elsewhere = tiny(data__dir="/their/data", engine__workers=7, engine__checkpoint_every=1)
+    with pytest.raises(Stop):
+        play(elsewhere, tmp_path / "moved", executor, watchers=[Stopper()])
+    moved = play(tiny(), tmp_path / "moved", executor, resume=True)
+    assert same_state(moved.state, whole.state)
 
 
 def test_a_folder_in_the_way_is_left_alone(tmp_path: Path, executor: InProcess) -> None:

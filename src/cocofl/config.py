@@ -203,17 +203,10 @@ class Experiment:
     def load(cls, path: str | Path, changes: Mapping[str, Any] | None = None) -> Experiment:
         """From a TOML file; ``changes`` maps dotted keys to values that replace the file's.
 
-        Paths in the file are relative to it.
+        Paths in the file are relative to it. A file that begins with ``base = "other.toml"``
+        says only what it changes of the other.
         """
-        path = Path(path)
-        try:
-            content = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidExperiment(f"cannot read {path}: {error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InvalidExperiment(f"{path} is not TOML: {error}") from error
-        _make_absolute(content, path.absolute().parent)
-        return cls.parse(_changed(content, changes or {}))
+        return cls.parse(_changed(_read(Path(path)), changes or {}))
 
     def changed(self, changes: Mapping[str, Any]) -> Experiment:
         """The same with other values at dotted keys.
@@ -226,6 +219,19 @@ class Experiment:
     def with_strategy(self, name: str, **options: Any) -> Experiment:
         """The same with another strategy."""
         return replace(self, strategy=StrategySettings(name, options))
+
+    def without_places(self) -> Experiment:
+        """What is to be computed, whichever machine does it: paths by their last name, no engine.
+
+        Two experiments that agree in this are the same, and one can continue the other's run.
+        """
+        content = self.to_dict()
+        for section, key in _PATHS:
+            if not content[section][key].startswith("measured:"):
+                content[section][key] = Path(content[section][key]).name
+        content["data"].pop("dir")
+        content["engine"] = {"kernels": self.engine.kernels, "precision": self.engine.precision}
+        return Experiment.parse(content)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts of everything, defaults included."""
@@ -343,10 +349,43 @@ def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return result
 
 
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file's content on top of that of its base."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidExperiment(f"cannot read {path}: {error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidExperiment(f"{path} is not TOML: {error}") from error
+    folder = path.absolute().parent
+    _make_absolute(content, folder)
+    base = content.pop("base", None)
+    if base is None:
+        return content
+    if not isinstance(base, str):
+        raise InvalidExperiment(f"{path}: base is {base!r}; expected the name of another file")
+    below = (folder / base).resolve()
+    if below in above or below == path.resolve():
+        raise InvalidExperiment(f"{path}: its base {base} rests on this very file")
+    return _on_top(_read(below, (*above, path.resolve())), content)
+
+
+def _on_top(base: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, table by table; where both say something the second holds."""
+    merged = dict(base)
+    for key, value in content.items():
+        below = merged.get(key)
+        both_tables = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[key] = {**below, **value} if both_tables else value  # type: ignore[dict-item]
+    return merged
+
+
+_PATHS = (("model", "init"), ("data", "dir"), ("tables", "spans"), ("tables", "widths"))
+
+
 def _make_absolute(content: dict[str, Any], folder: Path) -> None:
     """Let paths that the file names be those relative to the file."""
-    paths = (("model", "init"), ("data", "dir"), ("tables", "spans"), ("tables", "widths"))
-    for section, key in paths:
+    for section, key in _PATHS:
         table = content.get(section)
         value = table.get(key) if isinstance(table, dict) else None
         if isinstance(value, str) and (folder / value).exists() and value:

@@ -39,7 +39,7 @@ from cocofl.fl.devices import (
 from cocofl.fl.evaluation import class_densities
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
-from cocofl.fl.local import Materials, Workshop
+from cocofl.fl.local import STATISTICS, Materials, Workshop
 from cocofl.fl.recipe import Recipe
 from cocofl.fl.strategies import STRATEGIES, Strategy
 from cocofl.freeze import KernelPlan, State, chain_state, check_state
@@ -50,6 +50,7 @@ from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.subject import Subject
 from cocofl.profiling.workspace import Settings
 from cocofl.runlog import RunFolder, read_state
+from cocofl.source import source_commit
 
 CENTRAL_SPEEDUP = 10
 """Centralized training takes this many times fewer rounds, each an epoch over all data."""
@@ -93,6 +94,13 @@ class Run:
         if not found:
             raise InvalidExperiment(f"{self.path} has not been evaluated yet")
         return found[-1]
+
+    @property
+    def final_by_statistics(self) -> dict[str, dict[str, Any]]:
+        """The last evaluation with each kind of norm statistics that the end was tested with."""
+        final, own = self.final, self.experiment.evaluation.statistics
+        others = {kind: final.get(f"{kind}_statistics") for kind in STATISTICS if kind != own}
+        return {own: final} | {kind: found for kind, found in others.items() if found}
 
     @property
     def state(self) -> State:
@@ -153,17 +161,24 @@ def evaluate_run(
 
 def make_executor(experiment: Experiment) -> Executor:
     """The executor that the experiment asks for."""
-    settings, has_gpu = experiment.engine, torch.cuda.is_available()
-    if settings.kind == "cohort" or (settings.kind == "auto" and has_gpu):
-        device = settings.device if settings.device != "auto" else ("cuda" if has_gpu else "cpu")
-        return CohortExecutor(device, precision=settings.precision)
-    if settings.kind in ("auto", "serial"):
+    settings, kind = experiment.engine, engine_kind(experiment)
+    if kind == "cohort":
+        return CohortExecutor(_cohort_device(experiment), precision=settings.precision)
+    if kind == "serial":
         return Workers(settings.workers or None)
-    assert settings.kind == "flower"
+    assert kind == "flower"
     raise InvalidExperiment(
         "engine.kind flower runs inside Flower: use `cocofl run --engine flower`, or "
         "cocofl.flower.simulation.simulate(experiment)"
     )
+
+
+def engine_kind(experiment: Experiment) -> str:
+    """The engine that the experiment runs on here."""
+    kind = experiment.engine.kind
+    if kind != "auto":
+        return kind
+    return "cohort" if torch.cuda.is_available() else "serial"
 
 
 def load_data(experiment: Experiment) -> DataSet:
@@ -244,9 +259,11 @@ class Setup:
         return {
             "command": shlex.join(["cocofl", *sys.argv[1:]]),
             "cocofl": version("cocofl"),
+            "commit": source_commit(),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "hardware": str(Hardware.here()),
+            "hardware": _machine(self.experiment),
+            "engine": engine_kind(self.experiment),
             "strategy": self.experiment.strategy.name,
             "tables": dict(self.tables.served),
             "model_blocks": len(self.chain),
@@ -419,18 +436,34 @@ def model_with(run_: Run) -> nn.Module:
 
 
 def open_folder(path: Path, experiment: Experiment, *, resume: bool) -> RunFolder:
-    """A new run folder, or with ``resume`` one that holds this very experiment."""
+    """A new run folder, or with ``resume`` one that holds this very experiment.
+
+    It may have been begun on another machine, with another engine and data elsewhere.
+    """
     if not resume or not path.exists():
         return RunFolder.create(path, experiment.to_toml())
     folder = RunFolder.open(path)
-    if Experiment.load(path / "experiment.toml") != experiment:
-        theirs, ours = folder.experiment.splitlines(), experiment.to_toml().splitlines()
+    begun = Experiment.load(path / "experiment.toml").without_places()
+    wanted = experiment.without_places()
+    if begun != wanted:
+        theirs, ours = begun.to_toml().splitlines(), wanted.to_toml().splitlines()
         changed = [f"{b} (there: {a})" for a, b in zip(theirs, ours, strict=False) if a != b]
         raise InvalidExperiment(
             f"{path} holds another experiment, which cannot be continued as this one: "
             f"{'; '.join(changed[:3]) or 'its settings differ'}"
         )
     return folder
+
+
+def _cohort_device(experiment: Experiment) -> str:
+    device = experiment.engine.device
+    return device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _machine(experiment: Experiment) -> str:
+    """The processor, and the GPU where a cohort is computed on one."""
+    on_gpu = engine_kind(experiment) == "cohort" and _cohort_device(experiment) != "cpu"
+    return f"{torch.cuda.get_device_name()}; {Hardware.here()}" if on_gpu else str(Hardware.here())
 
 
 def _plan_path() -> Path:

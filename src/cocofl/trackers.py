@@ -43,7 +43,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}/{name}": float(item) for name, item in value.items()}
+            found |= {f"{key}/{name}": item for name, item in numbers(value).items()}
         elif key != "round" and isinstance(value, int | float):
             found[key] = float(value)
     return found

@@ -22,6 +22,7 @@ from cocofl.cli.deploying import flower_app
 from cocofl.cli.machine import doctor
 from cocofl.cli.profiling import profile, select
 from cocofl.cli.reporting import report
+from cocofl.cli.reproducing import reproduce_app
 from cocofl.cli.running import compare, evaluate, run
 from cocofl.errors import CocoflError
 
@@ -49,6 +50,15 @@ JOBS: dict[str, list[Callable[..., Any]]] = {
 for job, commands in JOBS.items():
     for command in commands:
         app.command(rich_help_panel=job, short_help=_brief(command))(command)
+app.add_typer(
+    reproduce_app,
+    name="reproduce",
+    rich_help_panel="Compare methods",
+    short_help=(
+        "The paper's tables and figures, ours beside its numbers.\n"
+        "[dim]cocofl reproduce table2 --rows mobilenet-cifar10-rc --seeds 1[/dim]"
+    ),
+)
 app.add_typer(
     data_app,
     name="data",

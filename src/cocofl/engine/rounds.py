@@ -17,7 +17,7 @@ from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.evaluation import metrics
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
-from cocofl.fl.local import Materials, Task, Workshop
+from cocofl.fl.local import STATISTICS, Materials, Task, Workshop
 from cocofl.fl.merge import Contribution, State, merge_nested
 from cocofl.fl.strategies import Plan, Strategy
 from cocofl.freeze import KernelPlan
@@ -170,10 +170,16 @@ def play_round(
             for one in asked
         ],
     }
-    if (round_index + 1) % job.evaluation.every == 0 or round_index + 1 == job.rounds:
+    is_last = round_index + 1 == job.rounds
+    if (round_index + 1) % job.evaluation.every == 0 or is_last:
         used = [task for task in tasks if fates[task.device] == "merged"]
-        merged = _with_statistics(job, executor, workshop, merged, used)
+        if is_last or job.evaluation.statistics == "running":
+            merged = _with_statistics(job, executor, workshop, merged, used)
         record |= evaluate(job, executor, merged)
+    if is_last and workshop.has_norm_statistics:
+        # Which statistics a published number was made with is rarely said: the end has both.
+        other = next(kind for kind in STATISTICS if kind != job.evaluation.statistics)
+        record[f"{other}_statistics"] = evaluate(job, executor, merged, other)
     end = time.perf_counter()
     timing = {
         "round": round_index + 1,
@@ -183,13 +189,13 @@ def play_round(
     return merged, record, timing
 
 
-def evaluate(job: Job, executor: Executor, state: State) -> Record:
-    """Test the server's model."""
+def evaluate(job: Job, executor: Executor, state: State, statistics: str = "") -> Record:
+    """Test the server's model, with other norm statistics than the job's where they are named."""
     settings = job.evaluation
     # Shuffled once and for all: where statistics are those of the batch, a batch must be mixed.
     order = stream(0, "evaluation").permutation(len(job.materials.test))
     parts: list[Ints] = [order[part] for part in chunks(len(order), settings.batch)]
-    confusion = executor.confusion(state, parts, settings.statistics)
+    confusion = executor.confusion(state, parts, statistics or settings.statistics)
     return metrics(
         confusion,
         list(settings.group_names),
@@ -202,7 +208,7 @@ def _with_statistics(
     job: Job, executor: Executor, workshop: Workshop, state: State, tasks: Sequence[Task]
 ) -> State:
     """The state with norm statistics where the strategy's devices do not send them."""
-    if job.strategy.tracks_statistics or job.evaluation.statistics != "running" or not tasks:
+    if job.strategy.tracks_statistics or not tasks:
         return state
     return merge_nested(state, executor.statistics(tasks, state), workshop.places)
 

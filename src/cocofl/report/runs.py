@@ -25,7 +25,10 @@ BOUNDS = ("fedavg-full", "centralized")
 # Accuracies compare only where these agree; everything else is what is being compared.
 _SCENE_SECTIONS = ("data", "model", "devices")
 # What changes nothing but the seed of a run, its name or its speed.
-_NEUTRAL = ("name", "seed", "engine.kind", "engine.workers", "engine.checkpoint_every", "data.dir")
+_NEUTRAL = (
+    *("name", "seed", "data.dir"),
+    *("engine.kind", "engine.workers", "engine.device", "engine.checkpoint_every"),
+)
 
 
 @dataclass(frozen=True, eq=False)

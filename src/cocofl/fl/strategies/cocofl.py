@@ -12,15 +12,22 @@ from cocofl.freeze import VARIANTS
 
 
 def cocofl(
-    tables: Tables, *, variant: str = "qff", selector: str = "random", over: str = "maximal"
+    tables: Tables,
+    *,
+    variant: str = "qff",
+    costs: str = "",
+    selector: str = "random",
+    over: str = "maximal",
 ) -> Strategy:
     """Algorithm 1 on the devices, Algorithm 2 on the server.
 
-    ``variant`` is how blocks are frozen; ``selector`` how a span is chosen ``over`` the maximal
-    or all feasible ones.
+    ``variant`` is how blocks are frozen; ``costs`` the variant whose table says what fits (its
+    own; the paper's ablation sets another to see errors without gains); ``selector`` how a span
+    is chosen ``over`` the maximal or all feasible ones.
     """
     for what, value, known in (
         ("variant", variant, VARIANTS),
+        ("costs", costs or variant, VARIANTS),
         ("selector", selector, tuple(SELECTORS)),
         ("over", over, OVER),
     ):
@@ -28,7 +35,7 @@ def cocofl(
             raise InvalidSetting(
                 f"strategy.{what} is {value!r}; expected one of {', '.join(known)}"
             )
-    table = tables.spans(variant)
+    table = tables.spans(costs or variant)
 
     def plan(situation: Situation) -> Plan | None:
         if not feasible(table, situation.budget):

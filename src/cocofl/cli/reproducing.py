@@ -1,0 +1,141 @@
+"""``cocofl reproduce``: the paper's tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from cocofl.cli.printing import print_table, right
+from cocofl.cli.running import ProgressBar
+from cocofl.reproduction import collection as collections
+from cocofl.reproduction import plans, results, tables
+from cocofl.reproduction.collection import Collection
+from cocofl.reproduction.plans import Planned
+from cocofl.reproduction.playing import missing, play
+from cocofl.reproduction.results import Result
+from cocofl.reproduction.tables import TextTable
+from cocofl.runlog import write_text
+
+reproduce_app = typer.Typer(
+    name="reproduce",
+    help="The paper's tables and figures: run what is missing, show ours beside its numbers.",
+    no_args_is_help=True,
+)
+
+OUT = Path("runs/paper")
+Out = Annotated[Path, typer.Option(help="The folder of all runs; tables and figures go there.")]
+Seeds = Annotated[int, typer.Option(min=1, help="How many runs of each, from seed 0.")]
+Rounds = Annotated[
+    int | None, typer.Option(min=1, help="Fewer rounds than the paper, decays moved along.")
+]
+Read = Annotated[bool, typer.Option("--read", help="Run nothing, show what is there.")]
+Listed = Annotated[
+    bool, typer.Option("--list", help="Print the commands of the runs that are missing.")
+]
+Also = Annotated[
+    list[Path] | None, typer.Option(help="A CSV of results of runs that are not here; repeatable.")
+]
+Limits = Annotated[str | None, typer.Option(help="Limits, separated by commas; default: all.")]
+
+
+@reproduce_app.command()
+def table2(
+    rows: Annotated[
+        str | None, typer.Option(help="Rows, separated by commas; default: all.")
+    ] = None,
+    strategies: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(
+        plans.STRATEGY_ORDER
+    ),
+    seeds: Seeds = 3,
+    rounds: Rounds = None,
+    table: Annotated[
+        Path | None, typer.Option(help="A span table with which CoCoFL runs as well.")
+    ] = None,
+    small: Annotated[
+        bool, typer.Option("--small", help="The question at a size for two CPU cores.")
+    ] = False,
+    out: Out = OUT,
+    read: Read = False,
+    listed: Listed = False,
+    also: Also = None,
+) -> None:
+    """Accuracies of all strategies on all data sets, beside the paper's.
+
+    Example: cocofl reproduce table2 --rows mobilenet-cifar10-rc --seeds 1
+    """
+    files = collections.small() if small else collections.paper()
+    chosen = _words(rows) or list(files.rows)
+    planned = plans.table2(
+        files,
+        rows=chosen,
+        strategies=_words(strategies),
+        seeds=seeds,
+        rounds=rounds,
+        table=table,
+    )
+    if listed:
+        _list(planned, out)
+        return
+    with_central = list(dict.fromkeys([*chosen, *map(collections.on_one_place, chosen)]))
+    known = [row for row in with_central if row in files.rows]
+    found, notes = _results(files, known, planned, out, read=read, also=also)
+    shown = [made for row in chosen if (made := tables.of_row(files, found, row))]
+    notes += [f"ordering found: {tables.ordering(files, found, row)}" for row in chosen * small]
+    _show("table2", shown, found, notes, out)
+
+
+def _results(
+    files: Collection,
+    rows: Sequence[str],
+    planned: Sequence[Planned],
+    out: Path,
+    *,
+    read: bool,
+    also: Sequence[Path] | None,
+) -> tuple[list[Result], list[str]]:
+    """Run what is missing, then look what is there."""
+    problems: list[str] = []
+    if not read and planned:
+        with ProgressBar(planned[0].experiment) as bar:
+            problems = play(planned, out, watchers=[bar], announce=bar.announce)
+    found, unfinished = results.find(out, files, rows)
+    elsewhere = [one for path in also or [] for one in results.read(path) if one.row in rows]
+    return results.gather(found, elsewhere), [*problems, *unfinished]
+
+
+def _list(planned: Sequence[Planned], out: Path) -> None:
+    for one in missing(planned, out):
+        print(one.command(out))
+
+
+def _show(
+    name: str,
+    shown: Sequence[TextTable],
+    found: Sequence[Result],
+    notes: Sequence[str],
+    out: Path,
+) -> None:
+    """Print tables, and keep them as Markdown and the results as CSV."""
+    for one in shown:
+        table = Table(one.header[0], *map(right, one.header[1:]), title=one.title)
+        for line in one.lines:
+            table.add_row(*line)
+        print_table(table)
+        for note in one.notes:
+            print(note)
+    for note in notes:
+        print(note)
+    if not shown:
+        print(f"no complete run of these is in {out} yet; --list says how to make them")
+        return
+    results.write(out / f"{name}.csv", found)
+    write_text(out / f"{name}.md", "\n".join(one.markdown() for one in shown))
+    print(f"written: {out / name}.md and .csv")
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]

@@ -1,0 +1,1 @@
+"""The paper's tables and figures: which runs they need, and what came out beside its numbers."""

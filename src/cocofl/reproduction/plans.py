@@ -1,0 +1,220 @@
+"""Which runs a table or a figure needs. A run's name says all that sets it apart.
+
+``mobilenet-cifar10-rc__cocofl__seed0`` is the folder of one strategy and seed on one row: flat, and
+of plain signs only, so that a folder made on another machine is put beside the others and found.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cocofl.config import Experiment
+from cocofl.errors import InvalidSetting
+from cocofl.fl.strategies import STRATEGIES
+from cocofl.named import nearest
+from cocofl.reproduction.collection import ABLATION, Collection, on_one_place
+
+STRATEGY_ORDER = ("centralized", "fedavg-full", "cocofl", "heterofl", "fjord", "fedavg")
+"""As in the paper: what could be reached first, then those who obey budgets."""
+
+LIMITS = (0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0)
+"""The ablation's; the paper says between 0 and 1 and speaks of 0.25 and 0.4."""
+SELECTOR_LIMITS = (0.2, 0.3, 0.4, 0.5)
+VARIANTS = ("f", "ff", "qff")
+SELECTIONS = (
+    *(("random", "maximal"), ("random", "all")),
+    *(("round-robin", "maximal"), ("round-robin", "all")),
+    *(("min", "maximal"), ("min", "all")),
+    ("max", "maximal"),  # the longest feasible span is a maximal one
+)
+_SIGN = "__"
+
+
+class Name(NamedTuple):
+    """What a run's folder is called."""
+
+    row: str
+    label: str
+    """The strategy; behind it what sets this run apart from the row's file."""
+    seed: int
+    rounds: int | None = None
+    """Where they are fewer than the row's."""
+
+    def __str__(self) -> str:
+        parts = [self.row, self.label, f"seed{self.seed}"]
+        return _SIGN.join([*parts, f"rounds{self.rounds}"] if self.rounds else parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """From a folder's name; None for one that is no run of ours.
+
+        >>> Name.parse("mobilenet-cifar10-rc__cocofl__seed0__rounds50")
+        Name(row='mobilenet-cifar10-rc', label='cocofl', seed=0, rounds=50)
+        """
+        match text.split(_SIGN):
+            case [row, label, seed] if _is_numbered(seed, "seed"):
+                return cls(row, label, int(seed[4:]))
+            case [row, label, seed, rounds] if _is_numbered(seed, "seed") and _is_numbered(
+                rounds, "rounds"
+            ):
+                return cls(row, label, int(seed[4:]), int(rounds[6:]))
+        return None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run: its name, its file, and what it changes of it."""
+
+    name: Name
+    file: Path
+    changes: Mapping[str, Any]
+
+    @property
+    def experiment(self) -> Experiment:
+        """What is to be run."""
+        return Experiment.load(self.file, self.changes)
+
+    def command(self, out: Path) -> str:
+        """How to start this one run by itself, here or elsewhere."""
+        sets = [word for key, value in self.changes.items() for word in ("--set", f"{key}={value}")]
+        words = ["cocofl", "run", str(self.file), *sets, "--out", str(out / str(self.name))]
+        return shlex.join([*words, "--resume", "--no-report"])
+
+
+def table2(
+    collection: Collection,
+    *,
+    rows: Sequence[str],
+    strategies: Sequence[str],
+    seeds: int,
+    rounds: int | None = None,
+    table: Path | None = None,
+) -> list[Planned]:
+    """Every strategy with every seed on every row; CoCoFL also with a span ``table`` of one's own.
+
+    A row's run with all data in one place is that of the iid row of the same network and data.
+    """
+    for name in strategies:
+        if name not in STRATEGIES:
+            raise InvalidSetting(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}")
+    found: dict[Name, Planned] = {}
+    for row in rows:
+        for strategy in strategies:
+            central = strategy == "centralized"
+            place = on_one_place(row) if central else row
+            tables = [None, table] if table and strategy == "cocofl" else [None]
+            for own in tables:
+                changes: dict[str, Any] = {"strategy.name": strategy}
+                label = strategy
+                if own is not None:
+                    changes["tables.spans"] = str(own.resolve())
+                    label = f"{strategy}.{own.stem}"
+                for one in _seeded(collection, place, label, changes, seeds, rounds):
+                    found.setdefault(one.name, one)
+    return list(found.values())
+
+
+def ablation(
+    collection: Collection, *, limits: Sequence[float], seeds: int, rounds: int | None = None
+) -> list[Planned]:
+    """Every variant at every limit: with its own costs, and with those of ``f`` (no gains)."""
+    settings = [
+        {"variant": variant, "costs": costs}
+        for variant in VARIANTS
+        for costs in dict.fromkeys(("f", variant))
+    ]
+    return list(_limited(collection, limits, settings, seeds, rounds))
+
+
+def selectors(
+    collection: Collection, *, limits: Sequence[float], seeds: int, rounds: int | None = None
+) -> list[Planned]:
+    """Every selector over the maximal and over all feasible spans, at every limit."""
+    settings = [{"selector": selector, "over": over} for selector, over in SELECTIONS]
+    return list(_limited(collection, limits, settings, seeds, rounds))
+
+
+def limited_label(
+    limit: float,
+    *,
+    variant: str = "qff",
+    costs: str = "",
+    selector: str = "random",
+    over: str = "maximal",
+) -> str:
+    """The label of an ablation's run: what is not CoCoFL's own way is named.
+
+    >>> limited_label(0.25), limited_label(0.3, variant="ff", costs="f")
+    ('limit0.25-qff', 'limit0.3-ff-as-f')
+    >>> limited_label(0.2, selector="min", over="all")
+    'limit0.2-qff-min-all'
+    """
+    parts = [f"limit{limit:g}", variant]
+    parts += ["as", costs] if costs not in ("", variant) else []
+    parts += [selector, over] if (selector, over) != ("random", "maximal") else []
+    return "-".join(parts)
+
+
+def _limited(
+    collection: Collection,
+    limits: Iterable[float],
+    settings: Sequence[Mapping[str, str]],
+    seeds: int,
+    rounds: int | None,
+) -> Iterator[Planned]:
+    for limit in limits:
+        for options in settings:
+            changes = {f"strategy.{key}": value for key, value in options.items()}
+            yield from _seeded(
+                collection,
+                ABLATION,
+                limited_label(limit, **options),
+                {"devices.groups": f"limited:{limit:g}", **_without_defaults(changes)},
+                seeds,
+                rounds,
+            )
+
+
+def _without_defaults(changes: Mapping[str, str]) -> dict[str, str]:
+    """One way to say each experiment, so that a run of one study is found by another."""
+    variant = changes.get("strategy.variant", "qff")
+    defaults = {
+        "strategy.variant": "qff",
+        "strategy.costs": variant,
+        "strategy.selector": "random",
+        "strategy.over": "maximal",
+    }
+    return {key: value for key, value in changes.items() if value != defaults[key]}
+
+
+def _seeded(
+    collection: Collection,
+    row: str,
+    label: str,
+    changes: Mapping[str, Any],
+    seeds: int,
+    rounds: int | None,
+) -> Iterator[Planned]:
+    file = collection.file(row)
+    shorter = _shortened(Experiment.load(file), rounds)
+    for seed in range(seeds):
+        name = Name(row, label, seed, rounds if shorter else None)
+        yield Planned(name, file, {**changes, "seed": seed, **shorter})
+
+
+def _shortened(experiment: Experiment, rounds: int | None) -> dict[str, Any]:
+    """Fewer rounds, the learning rate decaying at the same share of them."""
+    if rounds is None or rounds == experiment.rounds:
+        return {}
+    decays = [
+        max(1, decay * rounds // experiment.rounds) for decay in experiment.training.decay_rounds
+    ]
+    return {"rounds": rounds, "training.decay_rounds": decays}
+
+
+def _is_numbered(text: str, word: str) -> bool:
+    return text.startswith(word) and text.removeprefix(word).isdecimal()

@@ -1,0 +1,183 @@
+"""What runs came to, one line per run and kind of norm statistics, and nothing without its origin.
+
+The same lines are a CSV file: small enough to publish, and enough to make every table again.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from cocofl.config import Experiment
+from cocofl.errors import InvalidSetting
+from cocofl.experiment import Run
+from cocofl.report.findings import Spread
+from cocofl.report.runs import flatten
+from cocofl.reproduction.collection import Collection
+from cocofl.reproduction.plans import Name
+from cocofl.runlog import EXPERIMENT, write_text
+
+# What a run's name says already, or what changes nothing.
+_IN_THE_NAME = ("name", "seed", "rounds", "training.decay_rounds", "tables.spans", "tables.widths")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of one run, evaluated with one kind of norm statistics."""
+
+    row: str
+    strategy: str
+    """The run's label: the strategy, and what sets it apart."""
+    seed: int
+    rounds: int
+    statistics: str
+    accuracy: float
+    f1: float
+    table: str
+    """Which profile table served it, and where that was measured."""
+    changes: str
+    """In what its settings differ from the row's file."""
+    minutes: float
+    engine: str
+    hardware: str
+    cocofl: str
+    torch: str
+    python: str
+    commit: str
+    groups: Mapping[str, float] = field(default_factory=dict)
+
+    def value(self, which: str) -> float | None:
+        """``accuracy``, ``f1``, or a group's accuracy."""
+        if which in ("accuracy", "f1"):
+            return float(getattr(self, which))
+        return self.groups.get(which)
+
+
+PLAIN = tuple(f.name for f in fields(Result) if f.name != "groups")
+_NUMBERS = {"seed": int, "rounds": int, "accuracy": float, "f1": float, "minutes": float}
+
+
+def find(out: Path, collection: Collection, rows: Sequence[str]) -> tuple[list[Result], list[str]]:
+    """The results of all complete runs of these rows below ``out``; and who is still on the way."""
+    results: list[Result] = []
+    unfinished: list[str] = []
+    for path in sorted(out.iterdir()) if out.is_dir() else []:
+        name = Name.parse(path.name)
+        if name is None or name.row not in rows or not (path / EXPERIMENT).is_file():
+            continue
+        run = Run.open(path)
+        if run.folder.is_complete:
+            results += _results_of(run, name, Experiment.load(collection.file(name.row)))
+        else:
+            unfinished.append(f"{name} is unfinished: {_state(run)}")
+    return results, unfinished
+
+
+def gather(results: Iterable[Result], more: Iterable[Result]) -> list[Result]:
+    """Both, each run once: what the first has is not taken from the second."""
+    by_key = {_key(result): result for result in (*more, *results)}
+    return sorted(by_key.values(), key=_key)
+
+
+def spread(
+    results: Iterable[Result], row: str, label: str, statistics: str, which: str
+) -> Spread | None:
+    """Mean and standard deviation over the seeds that were run; None where none was."""
+    values = [
+        value
+        for result in results
+        if (result.row, result.strategy, result.statistics) == (row, label, statistics)
+        and (value := result.value(which)) is not None
+    ]
+    return Spread.of(values) if values else None
+
+
+def write(path: Path, results: Sequence[Result]) -> None:
+    """As CSV."""
+    groups = list(dict.fromkeys(group for result in results for group in result.groups))
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow([*PLAIN, *groups])
+    for result in results:
+        plain = [getattr(result, name) for name in PLAIN]
+        lines.writerow([*plain, *(result.groups.get(group, "") for group in groups)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text.getvalue())
+
+
+def read(path: Path) -> list[Result]:
+    """What :func:`write` wrote."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return [_parse(line) for line in csv.DictReader(file)]
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise InvalidSetting(f"{path} is not a file of results: {error!r}") from error
+
+
+def _parse(line: Mapping[str, str]) -> Result:
+    plain: dict[str, Any] = {name: _NUMBERS.get(name, str)(line[name]) for name in PLAIN}
+    groups = {key: float(value) for key, value in line.items() if key not in PLAIN and value}
+    return Result(**plain, groups=groups)
+
+
+def _results_of(run: Run, name: Name, of_row: Experiment) -> list[Result]:
+    about, experiment = run.folder.about, run.experiment
+    seconds = sum(line["train_s"] + line["evaluate_s"] for line in run.folder.timing())
+    return [
+        Result(
+            row=name.row,
+            strategy=name.label,
+            seed=experiment.seed,
+            rounds=experiment.rounds,
+            statistics=statistics,
+            accuracy=final["accuracy"],
+            f1=final["f1"],
+            table=_table(experiment, about.get("tables", {})),
+            changes=_changes(experiment, of_row),
+            minutes=round(seconds / 60, 1),
+            engine=about.get("engine", ""),
+            hardware=about.get("hardware", ""),
+            cocofl=about.get("cocofl", ""),
+            torch=about.get("torch", ""),
+            python=about.get("python", ""),
+            commit=about.get("commit", ""),
+            groups=final["group_accuracy"],
+        )
+        for statistics, final in run.final_by_statistics.items()
+    ]
+
+
+def _table(experiment: Experiment, served: Mapping[str, str]) -> str:
+    """The table that said what fits; a file by its name, wherever it was."""
+    name, options = experiment.strategy.name, experiment.strategy.options
+    if name in ("fedavg-full", "centralized"):
+        return ""
+    kind = options.get("costs") or options.get("variant") or "qff"
+    text = served.get("width" if name in ("heterofl", "fjord") else str(kind), "")
+    source, colon, rest = text.partition(": ")
+    return text if source.startswith("measured:") else f"{Path(source).name}{colon}{rest}"
+
+
+def _changes(experiment: Experiment, of_row: Experiment) -> str:
+    ours, theirs = (flatten(one.without_places().to_dict()) for one in (experiment, of_row))
+    return "; ".join(
+        f"{key}={value}"
+        for key, value in ours.items()
+        if not key.startswith("strategy.") and key not in _IN_THE_NAME and value != theirs.get(key)
+    )
+
+
+def _state(run: Run) -> str:
+    tested = run.evaluated
+    if not tested:
+        return f"{len(run.rounds)} of {run.experiment.rounds} rounds"
+    last = tested[-1]
+    return f"{last['accuracy']:.1%} after round {last['round']} of {run.experiment.rounds}"
+
+
+def _key(result: Result) -> tuple[str, str, int, int, str]:
+    return result.row, result.strategy, result.seed, result.rounds, result.statistics

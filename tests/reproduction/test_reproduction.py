@@ -1,0 +1,219 @@
+"""From experiment files to tables beside the paper's numbers, with tiny runs and made-up ones."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from bench.report import made_up_run
+
+from cocofl.cli import main
+from cocofl.cli.running import read_experiment
+from cocofl.config import Experiment
+from cocofl.data.registry import REGISTRY
+from cocofl.data.rules import RULES
+from cocofl.fl.strategies import STRATEGIES
+from cocofl.models import MODELS
+from cocofl.reproduction import plans, results, tables
+from cocofl.reproduction.collection import Collection, paper, small
+from cocofl.reproduction.plans import Name
+from cocofl.reproduction.playing import missing, play
+
+TINY = """
+name = "tiny-iid"
+rounds = 2
+model = {options = {tiny = true}}
+data = {split = "iid"}
+devices = {count = 6, per_round = 3}
+evaluation = {every = 2}
+engine = {kernels = "reference", workers = 1}
+"""
+Call = Callable[..., str]
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, code: int = 0) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        printed = capsys.readouterr()
+        assert (ended.value.code or 0) == code, printed.err
+        return printed.err if code else printed.out
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Collection:
+    folder = tmp_path / "experiments"
+    folder.mkdir()
+    (folder / "tiny-iid.toml").write_text(TINY)
+    (folder / "tiny-rc.toml").write_text('base = "tiny-iid.toml"\ndata = {split = "rc"}\n')
+    return Collection(folder, ("tiny-iid", "tiny-rc"))
+
+
+@pytest.mark.parametrize("files", [paper(), small()], ids=["paper", "small"])
+def test_every_file_is_an_experiment_that_says_its_name(files: Collection) -> None:
+    assert files.rows
+    for path in files.folder.glob("*.toml"):
+        found = Experiment.load(path)
+        if path.stem != "common":
+            assert found.name == path.stem
+            assert found.model.name in MODELS
+            assert found.data.name in REGISTRY
+            assert found.data.split in RULES
+            assert found.training.last_batch == "drop"
+
+
+def test_the_papers_settings() -> None:
+    found = Experiment.load(paper().file("mobilenet-cifar10-rc"))
+    assert (found.rounds, found.data.split, found.data.alpha) == (1000, "rc", 0.1)
+    assert (found.devices.count, found.devices.per_round) == (100, 10)
+    training = found.training
+    assert (training.lr, training.momentum, training.batch) == (0.1, 0.0, 32)
+    assert (training.weight_decay, training.decay_rounds) == (0.01, (600, 800))
+    femnist = Experiment.load(paper().file("resnet18-femnist-rc"))
+    assert (femnist.rounds, femnist.devices.count, femnist.devices.per_round) == (600, 3500, 35)
+
+
+def test_the_papers_numbers_are_of_rows_and_strategies_that_there_are() -> None:
+    files = paper()
+    assert len(files.rows) == 21
+    assert all(files.file(row).is_file() for row in files.rows)
+    assert {strategy for _, strategy, _ in files.published} == set(STRATEGIES)
+    assert files.published["mobilenet-cifar10-rc", "cocofl", "weak"].mean == 0.68
+    assert files.metric("mobilenet-large-xchest-rc") == "f1"
+
+
+def test_a_study_of_tiny_runs_is_played_once_and_read_again(
+    tiny: Collection, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs"
+    chosen = ["centralized", "cocofl", "fedavg"]
+    planned = plans.table2(tiny, rows=tiny.rows, strategies=chosen, seeds=1)
+    assert [str(one.name) for one in planned] == [
+        "tiny-iid__centralized__seed0",
+        "tiny-iid__cocofl__seed0",
+        "tiny-iid__fedavg__seed0",
+        "tiny-rc__cocofl__seed0",
+        "tiny-rc__fedavg__seed0",
+    ]
+    (out / str(planned[0].name)).parent.mkdir()
+    started: list[str] = []
+    assert play(planned, out, announce=lambda name, _: started.append(name)) == []
+    assert len(started) == 5
+    assert missing(planned, out) == []
+    assert play(planned, out, announce=lambda name, _: started.append(name)) == []
+    assert len(started) == 5
+    found, unfinished = results.find(out, tiny, tiny.rows)
+    assert unfinished == []
+    assert {one.statistics for one in found} == {"running", "batch"}
+    assert {one.changes for one in found} == {""}
+    cocofl = next(one for one in found if one.strategy == "cocofl")
+    assert cocofl.table.startswith("analytic resnet10-digits qff")
+    assert cocofl.engine == "serial"
+    assert len(cocofl.commit) >= 10
+    assert set(cocofl.groups) == {"strong", "medium", "weak"}
+    made = tables.of_row(tiny, found, "tiny-rc")
+    assert made is not None
+    assert [line[0] for line in made.lines] == ["centralized", "cocofl", "fedavg"]
+    results.write(tmp_path / "all.csv", found)
+    assert results.read(tmp_path / "all.csv") == found
+
+
+def test_fewer_rounds_decay_at_the_same_share_and_have_a_name_of_their_own() -> None:
+    (one,) = plans.table2(
+        paper(), rows=["mobilenet-cifar10-rc"], strategies=["cocofl"], seeds=1, rounds=50
+    )
+    assert one.experiment.training.decay_rounds == (30, 40)
+    assert str(one.name) == "mobilenet-cifar10-rc__cocofl__seed0__rounds50"
+    assert Name.parse(str(one.name)) == one.name
+
+
+def test_a_command_gives_the_same_experiment(tmp_path: Path) -> None:
+    table = tmp_path / "x64 mobilenet.json"
+    planned = [
+        *plans.table2(
+            paper(), rows=["mobilenet-cifar10-rc"], strategies=["cocofl"], seeds=1, table=table
+        ),
+        *plans.ablation(paper(), limits=[0.25], seeds=1, rounds=100),
+        *plans.selectors(paper(), limits=[0.2], seeds=1),
+    ]
+    for one in planned:
+        program, verb, file, *words = shlex.split(one.command(Path("out")))
+        assert (program, verb) == ("cocofl", "run")
+        sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+        assert read_experiment(Path(file), sets) == one.experiment
+        assert words[words.index("--out") + 1] == f"out/{one.name}"
+
+
+def test_studies_share_runs() -> None:
+    ablation = {one.name for one in plans.ablation(paper(), limits=[0.2, 0.3], seeds=1)}
+    selection = {one.name for one in plans.selectors(paper(), limits=[0.2, 0.3], seeds=1)}
+    assert len(ablation) == 10  # f once, ff and qff with and without gains
+    assert len(selection) == 14
+    assert {name.label for name in ablation & selection} == {"limit0.2-qff", "limit0.3-qff"}
+
+
+def test_ours_beside_the_papers(call: Call, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for strategy in ("cocofl", "heterofl"):
+        for seed in (0, 1):
+            name = Name("mobilenet-cifar10-rc", strategy, seed)
+            made_up_run(out / str(name), strategy, "rc", seed, rounds=3)
+    made_up_run(out / "mobilenet-cifar10-rc__cocofl.x64__seed0", "cocofl", "rc", 0, rounds=3)
+    printed = call(
+        "reproduce", "table2", "--read", "--out", "out", "--rows", "mobilenet-cifar10-rc"
+    )
+    assert "72.4 ± 2.9" in printed
+    assert "cocofl is ahead, in points: heterofl +" in printed
+    assert "(paper +19.4)" in printed
+    assert "other settings: " in printed  # these are runs of the digits
+    shown = (out / "table2.md").read_text()
+    assert "| cocofl.x64 | 72.4 ± 2.9 |" in shown
+    found = results.read(out / "table2.csv")
+    assert {(one.strategy, one.seed) for one in found} == {
+        *(("cocofl", 0), ("cocofl", 1), ("heterofl", 0), ("heterofl", 1)),
+        ("cocofl.x64", 0),
+    }
+    elsewhere = ["--read", "--out", "empty", "--also", str(out / "table2.csv")]
+    again = call("reproduce", "table2", "--rows", "mobilenet-cifar10-rc", *elsewhere)
+    assert "(paper +19.4)" in again
+
+
+def test_an_unfinished_run_is_named(call: Call, tmp_path: Path) -> None:
+    name = "mobilenet-cifar10-rc__cocofl__seed0"
+    made_up_run(tmp_path / "out" / name, "cocofl", "rc", 0, rounds=3)
+    (tmp_path / "out" / name / "model.safetensors").unlink()
+    printed = call("reproduce", "table2", "--read", "--out", "out")
+    assert f"{name} is unfinished:" in printed
+    assert "no complete run" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["table2", "--rows", "mobilenet-cifar10-rd"], "did you mean mobilenet-cifar10-rc"),
+        (["table2", "--strategies", "cocofi"], "did you mean cocofl"),
+        (["table2", "--read", "--also", "nothing.csv"], "nothing.csv is not a file of results"),
+    ],
+)
+def test_mistakes_have_one_message(call: Call, words: list[str], message: str) -> None:
+    assert message in call("reproduce", *words, code=2)
+
+
+def test_data_that_is_not_here_is_said_and_the_rest_goes_on(
+    tiny: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COCOFL_DATA", str(tmp_path))
+    (tiny.folder / "tiny-iid.toml").write_text(TINY.replace("{split", '{name = "cifar10", split'))
+    planned = plans.table2(tiny, rows=["tiny-iid"], strategies=["cocofl"], seeds=1)
+    (problem,) = play(planned, tmp_path / "runs")
+    assert problem.startswith("tiny-iid was not run: cifar10 is not in")
+    assert not (tmp_path / "runs").exists()
