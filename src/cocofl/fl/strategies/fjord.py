@@ -14,17 +14,20 @@ WIDTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
-    """Of five widths those that fit; ``distillation`` is the teacher's share of the loss."""
+    """Of five widths those that fit; ``distillation`` is the teacher's share of the loss.
+
+    A device that even the lowest does not fit trains at the widest of the table that does.
+    """
     if not 0 <= distillation <= 1:
         raise InvalidSetting(f"strategy.distillation is {distillation}; expected 0 to 1")
     table = tables.widths()
     levels = TEXT_WIDTHS if tables.is_text else WIDTHS
 
     def plan(situation: Situation) -> Plan | None:
-        fitting = set(feasible_widths(table, situation.budget))
-        widths = tuple(width for width in levels if width in fitting)
-        if not widths:
+        fitting = feasible_widths(table, situation.budget)
+        if not fitting:
             return None
+        widths = tuple(width for width in levels if width in fitting) or (fitting[-1],)
         # A device must be able to train at its widest; on average it is faster.
         return Plan(OrderedWork(widths, distillation), time_share(table, widths, situation.budget))
 
