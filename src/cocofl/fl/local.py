@@ -166,7 +166,7 @@ class Workshop:
     @property
     def has_norm_statistics(self) -> bool:
         """Whether a norm of the network keeps statistics, so that evaluation has a choice."""
-        return any(norm.track_running_stats for norm in _norms(self.model()))
+        return any(norm.track_running_stats for norm in norms_of(self.model()))
 
     def statistics(self, task: Task, state: State) -> Contribution:
         """The norms' statistics of the whole network on a device's data, nothing trained.
