@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from cocofl.config import Experiment
-from cocofl.engine.cohort import CohortExecutor
+from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
 from cocofl.experiment import Run, simulate
 
@@ -59,3 +62,31 @@ def test_a_run_of_either_engine_gives_the_same_model(
     for key, tensor in serial.state.items():
         difference = (tensor.double() - cohort.state[key].double()).abs().max()
         assert float(difference) <= tolerance, key
+
+
+def random_depth(num_classes: int) -> tuple[nn.Module, Tensor]:
+    """A network with randomness of its own."""
+    torch.manual_seed(0)
+
+    class RandomDepth(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+            self.last = nn.Linear(4 * 64, num_classes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.relu(self.one(x))
+            keep = F.dropout(torch.ones_like(x[:, :1, :1, :1]), 0.5, self.training)
+            return self.last((x + keep * F.relu(self.two(x))).flatten(1))
+
+    return RandomDepth(), torch.randn(4, 1, 8, 8)
+
+
+def test_a_network_without_a_stacked_form_trains_device_by_device(tmp_path: Path) -> None:
+    model = {"name": f"{__name__}:random_depth"}
+    experiment = Experiment.parse(TINY | {"model": model})
+    with pytest.warns(TrainedAlone, match="it draws random numbers of its own"):
+        cohort = simulate(experiment, out=tmp_path / "c", executor=CohortExecutor("cpu"))
+    serial = simulate(experiment, out=tmp_path / "s", executor=InProcess())
+    assert serial.state.keys() == cohort.state.keys()
+    assert all(torch.equal(tensor, cohort.state[key]) for key, tensor in serial.state.items())

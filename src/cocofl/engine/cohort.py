@@ -6,6 +6,7 @@ round to round: the state that the round loop carries is a copy for checkpoints 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +27,10 @@ from cocofl.fl.recipe import Loss, Recipe, cross_entropy
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies import Merge
 from cocofl.freeze import KernelPlan
+from cocofl.models import MODELS
 from cocofl.span import Span
 from cocofl.vector import Cohort, DeviceWork, Program, Rows, Sgd, losses
+from cocofl.vector.agreement import disagreement
 from cocofl.vector.memory import devices_that_fit
 from cocofl.vector.precision import Precision
 
@@ -113,6 +116,10 @@ class _NarrowTensors(_LazyTensors):
         self.own = own
 
 
+class TrainedAlone(UserWarning):
+    """A network whose devices cannot be trained as one computation."""
+
+
 class CohortExecutor:
     """Trains devices together; what has no stacked form, one after the other."""
 
@@ -136,9 +143,22 @@ class CohortExecutor:
         self._tests = ResidentSplit(materials.test, self._on)
         self._classes = materials.test.facts.num_classes
         self._cohort: Cohort | None = None
+        self._alone = self._must_train_alone()
         self._last: tuple[Mapping[str, Tensor], Rows] | None = None
         self._model: nn.Module | None = None
         self._sizes: dict[Span, int] = {}
+
+    def _must_train_alone(self) -> bool:
+        """Whether the network has no stacked form; built-in ones have, as the tests say."""
+        name = self._workshop.materials.subject.model
+        reason = None if name in MODELS else disagreement(self._workshop.chain())
+        if reason is not None:
+            warnings.warn(
+                f"the devices of {name} train one after the other, on the CPU: {reason}",
+                TrainedAlone,
+                stacklevel=2,
+            )
+        return reason is not None
 
     def resolve_plan(self, state: State) -> KernelPlan:
         """Nothing to choose: a cohort computes the reference arithmetic."""
@@ -148,6 +168,9 @@ class CohortExecutor:
     def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
         """All devices that train spans at once, as far as memory goes."""
         if not tasks:
+            return
+        if self._alone:
+            yield from (self._workshop.train(task, state) for task in tasks)
             return
         cohort = self._cohort_for(len(tasks))
         spans = all(isinstance(task.work, SpanWork) for task in tasks)
@@ -271,8 +294,8 @@ class CohortExecutor:
 
     def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
         """All devices at once, where nothing in the network runs device by device."""
-        cohort = self._cohort_for(len(tasks))
-        if not cohort.program.is_capturable:
+        cohort = None if self._alone else self._cohort_for(len(tasks))
+        if cohort is None or not cohort.program.is_capturable:
             yield from (self._workshop.statistics(task, state) for task in tasks)
             return
         rows = self._rows(cohort, state)

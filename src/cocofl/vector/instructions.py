@@ -54,6 +54,11 @@ class Layer(OfOperation):
     norm: NormSpec | None
     geometry: Geometry | None
 
+    @property
+    def image(self) -> bool:
+        """Whether channels come before height and width; a linear layer's come last."""
+        return self.weight is None or self.geometry is not None
+
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         op = self.op
@@ -67,12 +72,13 @@ class Layer(OfOperation):
         act = op.activation
         finish = Finish(
             Activation(False) if act is None else Activation(True, act.upper),
-            run.rows(y, rows_of(y)),
+            run.rows(y, rows_of(y, image=self.image)),
             run.point(OUTPUT, op.name, self.block),
             run.point(GRADIENT, op.name, self.block),
         )
         addend = None if op.addend is None else run.coded(env, op.addend, self.block)
-        return finished(y, addend, bias if norm is None else None, norm, finish)
+        offset = bias if norm is None else None
+        return finished(y, addend, offset, norm, finish, image=self.image)
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,23 @@ def finished(
     offset: Tensor | None,
     norm: Norm | None,
     finish: Finish,
+    *,
+    image: bool = True,
 ) -> Tensor:
     """``y`` (device, sample, …) normalised or shifted, added to, activated and rounded."""
     weight = bias = None
     if norm is not None:
         weight, bias = norm.weight, norm.bias
     rows: Tensor = _Finish.apply(  # type: ignore[no-untyped-call]
-        rows_of(y), None if addend is None else rows_of(addend), offset, weight, bias, norm, finish
+        rows_of(y, image=image),
+        None if addend is None else rows_of(addend, image=image),
+        offset,
+        weight,
+        bias,
+        norm,
+        finish,
     )
-    return from_rows(rows, y)
+    return from_rows(rows, y, image=image)
 
 
 class _Finish(torch.autograd.Function):

@@ -38,18 +38,21 @@ def geometry_of(layer: nn.Conv2d) -> Geometry:
     )
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """(device, sample, …) to (device, row, channel); images (…, channel, height, width)."""
+def rows_of(x: Tensor, *, image: bool = True) -> Tensor:
+    """(device, sample, …) to (device, row, channel); images (…, channel, height, width).
+
+    A linear layer has its channels last whatever it is given: there ``image`` is false.
+    """
     if x.ndim == 2:
         return x.unsqueeze(-1)
-    if x.ndim == 5:
+    if x.ndim == 5 and image:
         x = x.permute(0, 1, 3, 4, 2)
     return x.reshape(len(x), -1, x.shape[-1])
 
 
-def from_rows(rows: Tensor, like: Tensor) -> Tensor:
+def from_rows(rows: Tensor, like: Tensor, *, image: bool = True) -> Tensor:
     """Rows of any number of channels in the shape of ``like``, images channels last."""
-    if like.ndim == 5:
+    if like.ndim == 5 and image:
         d, b, _, h, w = like.shape
         return rows.view(d, b, h, w, -1).permute(0, 1, 4, 2, 3)
     if like.ndim == 2:
@@ -77,7 +80,8 @@ class Weights(NamedTuple):
 def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
     """``x`` (device, sample, …) through each device's weight."""
     if geometry is None:
-        return from_rows(_apply(_Multiply, rows_of(x), *w), x)
+        rows = _apply(_Multiply, rows_of(x, image=False), *w)
+        return from_rows(rows, x, image=False)
     if is_pointwise(tuple(w.own.shape), geometry):
         vertical, horizontal = geometry.stride
         if (vertical, horizontal) != (1, 1):

@@ -1,0 +1,125 @@
+"""Whether a chain's devices compute together what each computes alone, tried out on its example.
+
+A network may do anything; what a cohort makes of it is right or is not used.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from cocofl.chain import BlockChain
+from cocofl.errors import CocoflError
+from cocofl.freeze import State, chain_state, freeze
+from cocofl.span import Span
+from cocofl.vector.cohort import Cohort, DeviceWork
+from cocofl.vector.losses import one_by_one
+from cocofl.vector.optimizer import Sgd
+
+_SAMPLES = 4
+_LR = 0.05
+# Of the length of a tensor's change: where sums differ in their last bit, int8 codes tip over.
+_TOLERANCES = {"f": 0.02, "ff": 0.02, "qff": 0.3}
+# Of the largest change of all: a bias before a norm has no gradient but for rounding.
+_ROUNDING = 1e-3
+
+
+def disagreement(chain: BlockChain) -> str | None:
+    """Why devices should train this chain one after the other; None where they can together."""
+    if chain.example is None:
+        return "it has no example input to try it with"
+    still = _without_dropout(chain)
+    n = len(still)
+    works = [
+        DeviceWork(Span(0, n), "qff", _LR),
+        DeviceWork(Span(0, 1), "qff", _LR),
+        DeviceWork(Span(0, 1), "f", _LR),
+        DeviceWork(Span(n - 1, n), "ff", _LR),
+    ]
+    assert still.example is not None
+    inputs = _few(still.example)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        alone = [_alone(still, work, inputs) for work in works]
+        again = _alone(still, works[0], inputs)
+        try:
+            together = _together(still, works, inputs)
+        except (CocoflError, RuntimeError, ValueError, LookupError, TypeError, AssertionError) as e:
+            return f"it has no stacked form ({type(e).__name__}: {e})"
+    begin = chain_state(still)
+    if (key := _difference(alone[0], again, begin, 0.0)) is not None:
+        return f"it draws random numbers of its own ({key} differs between two tries)"
+    for work, one, found in zip(works, alone, together, strict=True):
+        if (key := _difference(one, found, begin, _TOLERANCES[work.variant])) is not None:
+            return f"stacked it would learn something else (at {key}, blocks {work.span} trained)"
+    return None
+
+
+def _without_dropout(chain: BlockChain) -> BlockChain:
+    still = deepcopy(chain)
+    for module in still.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return still
+
+
+def _few(example: tuple[Any, ...]) -> tuple[Any, ...]:
+    size = len(example[0])
+    return tuple(x[:_SAMPLES] if len(x) == size else x for x in example)
+
+
+def _energy(outputs: Any, _labels: Tensor | None = None) -> Tensor:
+    """A loss that any output has."""
+    leaves = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+    return torch.stack([x.square().mean() for x in leaves if x.is_floating_point()]).sum()
+
+
+def _alone(chain: BlockChain, work: DeviceWork, inputs: tuple[Any, ...]) -> State:
+    state = chain_state(chain)
+    net = freeze(chain, work.span, variant=work.variant, backend="reference", state=state).train()
+    if work.variant == "qff":
+        net.measure_scales()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    sgd = torch.optim.SGD(trained, lr=work.lr)
+    _energy(net(*[x.clone() for x in inputs])).backward()
+    sgd.step()
+    return net.update().tensors
+
+
+def _together(chain: BlockChain, works: list[DeviceWork], inputs: tuple[Any, ...]) -> list[State]:
+    batch = len(inputs[0])
+    labels = torch.zeros(batch, dtype=torch.long)
+    cohort = Cohort(
+        chain,
+        lambda i: (tuple(x[i] for x in inputs), labels[i]),
+        devices=len(works),
+        batch=batch,
+        optimizer=Sgd(),
+        loss=one_by_one(_energy),
+        precision="fp32",
+    )
+    indices = np.broadcast_to(np.arange(batch), (1, len(works), batch)).copy()
+    rows = cohort.rows_of([chain_state(chain)])
+    cohort.train(rows, [frozenset()], works, indices, np.full((1, len(works)), batch))
+    return [cohort.update(d, work) for d, work in enumerate(works)]
+
+
+def _difference(expected: State, found: State, begin: State, tolerance: float) -> str | None:
+    """A key that only one of them has, or at which they went different ways from ``begin``."""
+    for key in sorted(expected.keys() ^ found.keys()):
+        return key
+    floats = {k for k, t in expected.items() if t.is_floating_point() and k in begin}
+    changes = {key: float((expected[key] - begin[key]).norm()) for key in floats}
+    rounding = _ROUNDING * max(changes.values(), default=0.0)
+    for key, change in changes.items():
+        if not (found[key] - expected[key]).norm() <= tolerance * change + rounding:
+            return key
+    return None
