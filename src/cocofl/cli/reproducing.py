@@ -10,9 +10,11 @@ import typer
 from rich.table import Table
 
 from cocofl.cli.printing import print_table, right
+from cocofl.cli.reporting import drawing
 from cocofl.cli.running import ProgressBar
+from cocofl.errors import InvalidSetting
 from cocofl.reproduction import collection as collections
-from cocofl.reproduction import plans, results, tables
+from cocofl.reproduction import plans, profiles, results, tables
 from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import Planned
 from cocofl.reproduction.playing import missing, play
@@ -31,6 +33,9 @@ Out = Annotated[Path, typer.Option(help="The folder of all runs; tables and figu
 Seeds = Annotated[int, typer.Option(min=1, help="How many runs of each, from seed 0.")]
 Rounds = Annotated[
     int | None, typer.Option(min=1, help="Fewer rounds than the paper, decays moved along.")
+]
+OwnTable = Annotated[
+    Path | None, typer.Option(help="A span table of one's own; CoCoFL then runs with it as well.")
 ]
 Read = Annotated[bool, typer.Option("--read", help="Run nothing, show what is there.")]
 Listed = Annotated[
@@ -52,9 +57,7 @@ def table2(
     ),
     seeds: Seeds = 3,
     rounds: Rounds = None,
-    table: Annotated[
-        Path | None, typer.Option(help="A span table with which CoCoFL runs as well.")
-    ] = None,
+    table: OwnTable = None,
     small: Annotated[
         bool, typer.Option("--small", help="The question at a size for two CPU cores.")
     ] = False,
@@ -86,6 +89,133 @@ def table2(
     shown = [made for row in chosen if (made := tables.of_row(files, found, row))]
     notes += [f"ordering found: {tables.ordering(files, found, row)}" for row in chosen * small]
     _show("table2", shown, found, notes, out)
+
+
+@reproduce_app.command()
+def fairness(
+    rows: Annotated[str, typer.Option(help="Rows, separated by commas.")] = "mobilenet-cifar10-rc",
+    strategies: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(
+        plans.STRATEGY_ORDER[1:]
+    ),
+    seeds: Seeds = 3,
+    rounds: Rounds = None,
+    table: OwnTable = None,
+    out: Out = OUT,
+    read: Read = False,
+    listed: Listed = False,
+    also: Also = None,
+) -> None:
+    """What strong, medium and weak devices get of the common model: table and figure.
+
+    Example: cocofl reproduce fairness --rows mobilenet-cifar10-rc --seeds 1
+    """
+    files, chosen = collections.paper(), _words(rows)
+    planned = plans.table2(
+        files,
+        rows=chosen,
+        strategies=_words(strategies),
+        seeds=seeds,
+        rounds=rounds,
+        table=table,
+    )
+    if listed:
+        _list(planned, out)
+        return
+    found, notes = _results(files, chosen, planned, out, read=read, also=also)
+    there = [row for row in chosen if any(one.row == row for one in found)]
+    shown = [made for row in there if (made := tables.fairness(files, found, row))]
+    _show("fairness", shown, found, notes, out)
+    with drawing():
+        from cocofl.reproduction import figures  # noqa: PLC0415
+
+        for row in there:
+            _say_drawn(figures.fairness(files, found, row, out / f"fairness-{row}"))
+
+
+@reproduce_app.command()
+def ablation(
+    limits: Limits = None,
+    seeds: Seeds = 3,
+    rounds: Rounds = None,
+    out: Out = OUT,
+    read: Read = False,
+    listed: Listed = False,
+    also: Also = None,
+) -> None:
+    """Freezing, fusion and int8 over the limit of devices, without and with what they save.
+
+    Example: cocofl reproduce ablation --limits 0.25,0.4 --seeds 1
+    """
+    chosen = _numbers(limits) or list(plans.LIMITS)
+    files = collections.paper()
+    planned = plans.ablation(files, limits=chosen, seeds=seeds, rounds=rounds)
+    if listed:
+        _list(planned, out)
+        return
+    found, notes = _results(files, [collections.ABLATION], planned, out, read=read, also=also)
+    shown = tables.ablation(found, chosen)
+    _show("ablation", [shown] if shown else [], found, notes, out)
+    if shown:
+        with drawing():
+            from cocofl.reproduction import figures  # noqa: PLC0415
+
+            costs = profiles.tables_of(files.experiment(collections.ABLATION).model.name)
+            _say_drawn(figures.ablation(found, chosen, costs, out / "ablation"))
+
+
+@reproduce_app.command()
+def selectors(
+    limits: Limits = None,
+    seeds: Seeds = 3,
+    rounds: Rounds = None,
+    out: Out = OUT,
+    read: Read = False,
+    listed: Listed = False,
+    also: Also = None,
+) -> None:
+    """Ways to select what a device trains, over the limit of devices.
+
+    Example: cocofl reproduce selectors --limits 0.2 --seeds 1
+    """
+    chosen = _numbers(limits) or list(plans.SELECTOR_LIMITS)
+    files = collections.paper()
+    planned = plans.selectors(files, limits=chosen, seeds=seeds, rounds=rounds)
+    if listed:
+        _list(planned, out)
+        return
+    found, notes = _results(files, [collections.ABLATION], planned, out, read=read, also=also)
+    shown = tables.selectors(found, chosen)
+    _show("selectors", [shown] if shown else [], found, notes, out)
+    if shown:
+        with drawing():
+            from cocofl.reproduction import figures  # noqa: PLC0415
+
+            _say_drawn(figures.selectors(found, chosen, out / "selectors"))
+
+
+@reproduce_app.command()
+def profiling(
+    model: Annotated[str, typer.Option(help="A model of which tables ship.")] = "mobilenet",
+    table: OwnTable = None,
+    out: Out = OUT,
+) -> None:
+    """What configurations cost: time, memory and upload of spans and of widths.
+
+    Example: cocofl reproduce profiling --model mobilenet
+    """
+    costs = profiles.tables_of(model, table)
+    if not costs:
+        raise InvalidSetting(f"no table of {model} ships with the package; give one with --table")
+    shown = profiles.savings(costs)
+    _print(shown)
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "profiling.md", shown.markdown())
+    write_text(out / "profiling.csv", shown.csv())
+    print(f"written: {out / 'profiling'}.md and .csv")
+    with drawing():
+        from cocofl.reproduction import figures  # noqa: PLC0415
+
+        _say_drawn(figures.profiling(costs, out / f"profiling-{model}"))
 
 
 def _results(
@@ -121,12 +251,7 @@ def _show(
 ) -> None:
     """Print tables, and keep them as Markdown and the results as CSV."""
     for one in shown:
-        table = Table(one.header[0], *map(right, one.header[1:]), title=one.title)
-        for line in one.lines:
-            table.add_row(*line)
-        print_table(table)
-        for note in one.notes:
-            print(note)
+        _print(one)
     for note in notes:
         print(note)
     if not shown:
@@ -135,6 +260,26 @@ def _show(
     results.write(out / f"{name}.csv", found)
     write_text(out / f"{name}.md", "\n".join(one.markdown() for one in shown))
     print(f"written: {out / name}.md and .csv")
+
+
+def _print(shown: TextTable) -> None:
+    table = Table(shown.header[0], *map(right, shown.header[1:]), title=shown.title)
+    for line in shown.lines:
+        table.add_row(*line)
+    print_table(table)
+    for note in shown.notes:
+        print(note)
+
+
+def _say_drawn(files: Sequence[Path]) -> None:
+    print("figures: " + ", ".join(map(str, files)))
+
+
+def _numbers(text: str | None) -> list[float]:
+    try:
+        return [float(word) for word in _words(text)]
+    except ValueError as error:
+        raise InvalidSetting(f"--limits {text}: {error}") from error
 
 
 def _words(text: str | None) -> list[str]:

@@ -112,10 +112,19 @@ def table2(
                 label = strategy
                 if own is not None:
                     changes["tables.spans"] = str(own.resolve())
-                    label = f"{strategy}.{own.stem}"
+                    label = f"{strategy}.{own.stem}"  # see strategy_of
                 for one in _seeded(collection, place, label, changes, seeds, rounds):
                     found.setdefault(one.name, one)
     return list(found.values())
+
+
+def strategy_of(label: str) -> str:
+    """The strategy of a run on a row; behind it may stand the table that it used.
+
+    >>> strategy_of("cocofl.x64_mobilenet"), strategy_of("fedavg-full")
+    ('cocofl', 'fedavg-full')
+    """
+    return label.partition(".")[0]
 
 
 def ablation(
@@ -199,8 +208,7 @@ def _seeded(
     seeds: int,
     rounds: int | None,
 ) -> Iterator[Planned]:
-    file = collection.file(row)
-    shorter = _shortened(Experiment.load(file), rounds)
+    file, shorter = collection.file(row), _shortened(collection.experiment(row), rounds)
     for seed in range(seeds):
         name = Name(row, label, seed, rounds if shorter else None)
         yield Planned(name, file, {**changes, "seed": seed, **shorter})

@@ -15,9 +15,10 @@ from typing import Any
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.experiment import Run
+from cocofl.profiling.table import PREFIX
 from cocofl.report.findings import Spread
 from cocofl.report.runs import flatten
-from cocofl.reproduction.collection import Collection
+from cocofl.reproduction.collection import ABLATION, Collection
 from cocofl.reproduction.plans import Name
 from cocofl.runlog import EXPERIMENT, write_text
 
@@ -71,7 +72,7 @@ def find(out: Path, collection: Collection, rows: Sequence[str]) -> tuple[list[R
             continue
         run = Run.open(path)
         if run.folder.is_complete:
-            results += _results_of(run, name, Experiment.load(collection.file(name.row)))
+            results += _results_of(run, name, collection.experiment(name.row))
         else:
             unfinished.append(f"{name} is unfinished: {_state(run)}")
     return results, unfinished
@@ -137,7 +138,7 @@ def _results_of(run: Run, name: Name, of_row: Experiment) -> list[Result]:
             accuracy=final["accuracy"],
             f1=final["f1"],
             table=_table(experiment, about.get("tables", {})),
-            changes=_changes(experiment, of_row),
+            changes=_changes(name, experiment, of_row),
             minutes=round(seconds / 60, 1),
             engine=about.get("engine", ""),
             hardware=about.get("hardware", ""),
@@ -151,23 +152,32 @@ def _results_of(run: Run, name: Name, of_row: Experiment) -> list[Result]:
     ]
 
 
+def without_folder(description: str) -> str:
+    """A table's description; a file by its name, wherever it was.
+
+    >>> without_folder("/home/me/x64.json: MobileNet"), without_folder("measured:epyc-cnn/f: cnn")
+    ('x64.json: MobileNet', 'measured:epyc-cnn/f: cnn')
+    """
+    source, colon, rest = description.partition(": ")
+    return description if source.startswith(PREFIX) else f"{Path(source).name}{colon}{rest}"
+
+
 def _table(experiment: Experiment, served: Mapping[str, str]) -> str:
-    """The table that said what fits; a file by its name, wherever it was."""
+    """The table that said what fits."""
     name, options = experiment.strategy.name, experiment.strategy.options
     if name in ("fedavg-full", "centralized"):
         return ""
     kind = options.get("costs") or options.get("variant") or "qff"
-    text = served.get("width" if name in ("heterofl", "fjord") else str(kind), "")
-    source, colon, rest = text.partition(": ")
-    return text if source.startswith("measured:") else f"{Path(source).name}{colon}{rest}"
+    return without_folder(served.get("width" if name in ("heterofl", "fjord") else str(kind), ""))
 
 
-def _changes(experiment: Experiment, of_row: Experiment) -> str:
+def _changes(name: Name, experiment: Experiment, of_row: Experiment) -> str:
     ours, theirs = (flatten(one.without_places().to_dict()) for one in (experiment, of_row))
+    told = (*_IN_THE_NAME, "devices.groups") if name.row == ABLATION else _IN_THE_NAME
     return "; ".join(
         f"{key}={value}"
         for key, value in ours.items()
-        if not key.startswith("strategy.") and key not in _IN_THE_NAME and value != theirs.get(key)
+        if not key.startswith("strategy.") and key not in told and value != theirs.get(key)
     )
 
 
