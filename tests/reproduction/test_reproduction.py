@@ -133,11 +133,18 @@ def test_a_command_gives_the_same_experiment(tmp_path: Path) -> None:
     table = tmp_path / "x64 mobilenet.json"
     planned = [
         *plans.table2(
-            paper(), rows=["mobilenet-cifar10-rc"], strategies=["cocofl"], seeds=1, table=table
+            paper(),
+            rows=["mobilenet-cifar10-rc"],
+            strategies=["cocofl", "fjord"],
+            seeds=1,
+            spans=str(table),
+            widths="analytic",
         ),
         *plans.ablation(paper(), limits=[0.25], seeds=1, rounds=100),
         *plans.selectors(paper(), limits=[0.2], seeds=1),
     ]
+    labels = [one.name.label for one in planned]
+    assert labels[:4] == ["cocofl", "cocofl.x64 mobilenet", "fjord", "fjord.analytic"]
     for one in planned:
         program, verb, file, *words = shlex.split(one.command(Path("out")))
         assert (program, verb) == ("cocofl", "run")

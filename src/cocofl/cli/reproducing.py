@@ -34,8 +34,15 @@ Seeds = Annotated[int, typer.Option(min=1, help="How many runs of each, from see
 Rounds = Annotated[
     int | None, typer.Option(min=1, help="Fewer rounds than the paper, decays moved along.")
 ]
-OwnTable = Annotated[
-    Path | None, typer.Option(help="A span table of one's own; CoCoFL then runs with it as well.")
+OwnSpans = Annotated[
+    str | None,
+    typer.Option(
+        "--table", help="Another span table (a file, analytic): CoCoFL runs with it, too."
+    ),
+]
+OwnWidths = Annotated[
+    str | None,
+    typer.Option("--widths", help="Another width table: HeteroFL and FjORD run with it, too."),
 ]
 Read = Annotated[bool, typer.Option("--read", help="Run nothing, show what is there.")]
 Listed = Annotated[
@@ -57,7 +64,8 @@ def table2(
     ),
     seeds: Seeds = 3,
     rounds: Rounds = None,
-    table: OwnTable = None,
+    table: OwnSpans = None,
+    widths: OwnWidths = None,
     small: Annotated[
         bool, typer.Option("--small", help="The question at a size for two CPU cores.")
     ] = False,
@@ -78,7 +86,8 @@ def table2(
         strategies=_words(strategies),
         seeds=seeds,
         rounds=rounds,
-        table=table,
+        spans=table,
+        widths=widths,
     )
     if listed:
         _list(planned, out)
@@ -99,7 +108,8 @@ def fairness(
     ),
     seeds: Seeds = 3,
     rounds: Rounds = None,
-    table: OwnTable = None,
+    table: OwnSpans = None,
+    widths: OwnWidths = None,
     out: Out = OUT,
     read: Read = False,
     listed: Listed = False,
@@ -116,7 +126,8 @@ def fairness(
         strategies=_words(strategies),
         seeds=seeds,
         rounds=rounds,
-        table=table,
+        spans=table,
+        widths=widths,
     )
     if listed:
         _list(planned, out)
@@ -196,7 +207,7 @@ def selectors(
 @reproduce_app.command()
 def profiling(
     model: Annotated[str, typer.Option(help="A model of which tables ship.")] = "mobilenet",
-    table: OwnTable = None,
+    table: Annotated[Path | None, typer.Option(help="A span table to show beside ours.")] = None,
     out: Out = OUT,
 ) -> None:
     """What configurations cost: time, memory and upload of spans and of widths.

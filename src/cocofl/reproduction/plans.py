@@ -92,27 +92,33 @@ def table2(
     strategies: Sequence[str],
     seeds: int,
     rounds: int | None = None,
-    table: Path | None = None,
+    spans: str | None = None,
+    widths: str | None = None,
 ) -> list[Planned]:
-    """Every strategy with every seed on every row; CoCoFL also with a span ``table`` of one's own.
+    """Every strategy with every seed on every row.
 
-    A row's run with all data in one place is that of the iid row of the same network and data.
+    With a table of one's own (a file, ``analytic``, or the name of one that ships) CoCoFL
+    (``spans``) or HeteroFL and FjORD (``widths``) run with it as well. A row's run with all data
+    in one place is that of the iid row of the same network and data.
     """
     for name in strategies:
         if name not in STRATEGIES:
             raise InvalidSetting(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}")
+    own = {
+        "cocofl": {"tables.spans": spans},
+        "heterofl": {"tables.widths": widths},
+        "fjord": {"tables.widths": widths},
+    }
     found: dict[Name, Planned] = {}
     for row in rows:
         for strategy in strategies:
-            central = strategy == "centralized"
-            place = on_one_place(row) if central else row
-            tables = [None, table] if table and strategy == "cocofl" else [None]
-            for own in tables:
-                changes: dict[str, Any] = {"strategy.name": strategy}
-                label = strategy
-                if own is not None:
-                    changes["tables.spans"] = str(own.resolve())
-                    label = f"{strategy}.{own.stem}"  # see strategy_of
+            place = on_one_place(row) if strategy == "centralized" else row
+            labelled: dict[str, dict[str, Any]] = {strategy: {}}
+            for key, table in own.get(strategy, {}).items():
+                if table is not None:
+                    labelled[f"{strategy}.{_table_name(table)}"] = {key: _absolute(table)}
+            for label, tables in labelled.items():
+                changes = {"strategy.name": strategy, **tables}
                 for one in _seeded(collection, place, label, changes, seeds, rounds):
                     found.setdefault(one.name, one)
     return list(found.values())
@@ -222,6 +228,22 @@ def _shortened(experiment: Experiment, rounds: int | None) -> dict[str, Any]:
         max(1, decay * rounds // experiment.rounds) for decay in experiment.training.decay_rounds
     ]
     return {"rounds": rounds, "training.decay_rounds": decays}
+
+
+def _table_name(table: str) -> str:
+    """A table as a part of a folder's name.
+
+    >>> _table_name("tables/x64_mobilenet.json"), _table_name("measured:epyc-cnn/width")
+    ('x64_mobilenet', 'measured-epyc-cnn-width')
+    """
+    if table.endswith(".json"):
+        return Path(table).stem
+    return table.replace(":", "-").replace("/", "-")
+
+
+def _absolute(table: str) -> str:
+    path = Path(table)
+    return str(path.resolve()) if path.is_file() else table
 
 
 def _is_numbered(text: str, word: str) -> bool:
