@@ -62,7 +62,9 @@ def table2(
     strategies: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(
         plans.STRATEGY_ORDER
     ),
-    seeds: Seeds = 3,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="How many runs of each; default: 3, 1 if --small.")
+    ] = None,
     rounds: Rounds = None,
     table: OwnSpans = None,
     widths: OwnWidths = None,
@@ -84,7 +86,7 @@ def table2(
         files,
         rows=chosen,
         strategies=_words(strategies),
-        seeds=seeds,
+        seeds=seeds or (1 if small else 3),
         rounds=rounds,
         spans=table,
         widths=widths,
