@@ -18,7 +18,7 @@ from cocofl.fl.strategies import STRATEGIES
 from cocofl.models import MODELS
 from cocofl.reproduction import plans, results, tables
 from cocofl.reproduction.collection import Collection, paper, small
-from cocofl.reproduction.plans import Name
+from cocofl.reproduction.plans import Name, Planned
 from cocofl.reproduction.playing import missing, play
 
 TINY = """
@@ -161,32 +161,66 @@ def test_studies_share_runs() -> None:
     assert {name.label for name in ablation & selection} == {"limit0.2-qff", "limit0.3-qff"}
 
 
+def made_up(planned: Planned, out: Path) -> Path:
+    """A complete run of what is planned, with made-up numbers."""
+    folder, experiment = out / str(planned.name), planned.experiment
+    made_up_run(folder, experiment.strategy.name, experiment.data.split, experiment.seed, rounds=3)
+    (folder / "experiment.toml").write_text(experiment.to_toml())
+    return folder
+
+
 def test_ours_beside_the_papers(call: Call, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for strategy in ("cocofl", "heterofl"):
-        for seed in (0, 1):
-            name = Name("mobilenet-cifar10-rc", strategy, seed)
-            made_up_run(out / str(name), strategy, "rc", seed, rounds=3)
-    made_up_run(out / "mobilenet-cifar10-rc__cocofl.x64__seed0", "cocofl", "rc", 0, rounds=3)
-    printed = call(
-        "reproduce", "table2", "--read", "--out", "out", "--rows", "mobilenet-cifar10-rc"
+    out, row = tmp_path / "out", "mobilenet-cifar10-rc"
+    some = plans.table2(
+        paper(), rows=[row], strategies=["cocofl", "heterofl"], seeds=2, spans="x64.json"
     )
+    for planned in some:
+        made_up(planned, out)
+    printed = call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
     assert "72.4 ± 2.9" in printed
     assert "cocofl is ahead, in points: heterofl +" in printed
     assert "(paper +19.4)" in printed
-    assert (
-        "settings other than the file's: model.name=resnet10-digits" in printed
-    )  # these are runs of the digits
+    assert "settings other" not in printed
     shown = (out / "table2.md").read_text()
     assert "| cocofl.x64 | 72.4 ± 2.9 |" in shown
     found = results.read(out / "table2.csv")
     assert {(one.strategy, one.seed) for one in found} == {
         *(("cocofl", 0), ("cocofl", 1), ("heterofl", 0), ("heterofl", 1)),
-        ("cocofl.x64", 0),
+        *(("cocofl.x64", 0), ("cocofl.x64", 1)),
     }
     elsewhere = ["--read", "--out", "empty", "--also", str(out / "table2.csv")]
-    again = call("reproduce", "table2", "--rows", "mobilenet-cifar10-rc", *elsewhere)
+    again = call("reproduce", "table2", "--rows", row, *elsewhere)
     assert "(paper +19.4)" in again
+
+
+def test_what_a_run_changes_of_its_file_is_said(call: Call, tmp_path: Path) -> None:
+    row = "mobilenet-cifar10-rc"
+    (planned,) = plans.table2(paper(), rows=[row], strategies=["heterofl"], seeds=1)
+    folder = made_up(planned, tmp_path / "out")
+    other = planned.experiment.changed({"training.lr": 0.3, "strategy.masked": True})
+    moved = other.changed({"data.dir": "/elsewhere", "engine.kind": "cohort"})
+    (folder / "experiment.toml").write_text(moved.to_toml())
+    printed = call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
+    assert "settings other than the file's: strategy.masked=True; training.lr=0.3 (all)" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("mobilenet-cifar10-rc__cocofl__seed1", "seed 0"),
+        ("mobilenet-cifar10-rc__fjord__seed0", "strategy cocofl"),
+        ("mobilenet-cifar10-rc__cocofl__seed0__rounds7", "1000 rounds"),
+    ],
+)
+def test_a_run_under_another_name_is_left_out(
+    call: Call, tmp_path: Path, name: str, problem: str
+) -> None:
+    row = "mobilenet-cifar10-rc"
+    (planned,) = plans.table2(paper(), rows=[row], strategies=["cocofl"], seeds=1)
+    made_up(planned, tmp_path / "out").rename(tmp_path / "out" / name)
+    printed = call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
+    assert f"{name} is left out, for it is not what its name says: {problem}" in printed
+    assert "no complete run" in printed
 
 
 def test_an_unfinished_run_is_named(call: Call, tmp_path: Path) -> None:
@@ -221,25 +255,19 @@ def test_data_that_is_not_here_is_said_and_the_rest_goes_on(
     assert not (tmp_path / "runs").exists()
 
 
-def made_up_results(out: Path) -> None:
-    labels = [
-        plans.limited_label(limit, **options)
-        for limit in (0.2, 0.4)
-        for options in (
-            *({"variant": variant} for variant in plans.VARIANTS),
-            {"costs": "f"},
-            {"selector": "min", "over": "all"},
-        )
-    ]
-    for label in labels:
-        made_up_run(out / str(Name("ablation", label, 0)), "cocofl", "iid", 0, rounds=2)
-
-
 def test_the_ablations_have_tables_and_figures(call: Call, tmp_path: Path) -> None:
-    made_up_results(tmp_path / "out")
+    some = {
+        one.name: one
+        for make in (plans.ablation, plans.selectors)
+        for one in make(paper(), limits=[0.2, 0.4], seeds=1)
+    }
+    for planned in some.values():
+        made_up(planned, tmp_path / "out")
     limits = ["--limits", "0.2,0.4", "--read", "--out", "out"]
     printed = call("reproduce", "ablation", *limits)
-    assert "qff, without gains" in printed
+    assert "qff without gains" in printed
+    assert "left out" not in printed
+    assert "settings other" not in printed
     printed = call("reproduce", "selectors", *limits)
     assert "min+all" in printed
     for name in ("ablation", "selectors"):
@@ -250,8 +278,8 @@ def test_the_ablations_have_tables_and_figures(call: Call, tmp_path: Path) -> No
 
 def test_fairness_beside_the_papers(call: Call, tmp_path: Path) -> None:
     row = "mobilenet-cifar10-rc"
-    for strategy in ("cocofl", "heterofl"):
-        made_up_run(tmp_path / "out" / f"{row}__{strategy}__seed0", strategy, "rc", 0, rounds=2)
+    for planned in plans.table2(paper(), rows=[row], strategies=["cocofl", "heterofl"], seeds=1):
+        made_up(planned, tmp_path / "out")
     call("reproduce", "fairness", "--read", "--out", "out")
     shown = (tmp_path / "out" / "fairness.md").read_text()
     assert "| cocofl | paper | 79.0 | 70.0 | 68.0 | +11.0 |" in shown

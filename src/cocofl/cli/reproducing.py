@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -15,7 +17,7 @@ from cocofl.cli.running import ProgressBar
 from cocofl.errors import InvalidSetting
 from cocofl.reproduction import collection as collections
 from cocofl.reproduction import plans, profiles, results, tables
-from cocofl.reproduction.collection import Collection
+from cocofl.reproduction.collection import ABLATION, Collection
 from cocofl.reproduction.plans import Planned
 from cocofl.reproduction.playing import missing, play
 from cocofl.reproduction.results import Result
@@ -52,6 +54,19 @@ Also = Annotated[
     list[Path] | None, typer.Option(help="A CSV of results of runs that are not here; repeatable.")
 ]
 Limits = Annotated[str | None, typer.Option(help="Limits, separated by commas; default: all.")]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table or figure of the paper: the runs it needs, and what is made of their results."""
+
+    name: str
+    files: Collection
+    rows: Sequence[str]
+    planned: Sequence[Planned]
+    tables: Callable[[Sequence[Result]], Sequence[TextTable | None]]
+    draw: Callable[[Any, Sequence[Result]], Sequence[Path]] | None = None
+    """With the module of figures, which takes longer to import than everything else here."""
 
 
 @reproduce_app.command()
@@ -91,15 +106,18 @@ def table2(
         spans=table,
         widths=widths,
     )
-    if listed:
-        _list(planned, out)
-        return
-    with_central = list(dict.fromkeys([*chosen, *map(collections.on_one_place, chosen)]))
-    known = [row for row in with_central if row in files.rows]
-    found, notes = _results(files, known, planned, out, read=read, also=also)
-    shown = [made for row in chosen if (made := tables.of_row(files, found, row))]
-    notes += [f"ordering found: {tables.ordering(files, found, row)}" for row in chosen * small]
-    _show("table2", shown, found, notes, out)
+    with_central = [*chosen, *map(collections.on_one_place, chosen)]
+    study = Study(
+        "table2",
+        files,
+        [row for row in dict.fromkeys(with_central) if row in files.rows],
+        planned,
+        lambda found: [tables.of_row(files, found, row) for row in chosen],
+    )
+    found = _carry_out(study, out=out, read=read, listed=listed, also=also)
+    if small and found:
+        for row in chosen:
+            print(f"ordering found: {tables.ordering(files, found, row)}")
 
 
 @reproduce_app.command()
@@ -131,18 +149,19 @@ def fairness(
         spans=table,
         widths=widths,
     )
-    if listed:
-        _list(planned, out)
-        return
-    found, notes = _results(files, chosen, planned, out, read=read, also=also)
-    there = [row for row in chosen if any(one.row == row for one in found)]
-    shown = [made for row in there if (made := tables.fairness(files, found, row))]
-    _show("fairness", shown, found, notes, out)
-    with drawing():
-        from cocofl.reproduction import figures  # noqa: PLC0415
-
-        for row in there:
-            _say_drawn(figures.fairness(files, found, row, out / f"fairness-{row}"))
+    study = Study(
+        "fairness",
+        files,
+        chosen,
+        planned,
+        lambda found: [tables.fairness(files, found, row) for row in chosen],
+        lambda figures, found: [
+            file
+            for row in dict.fromkeys(one.row for one in found)
+            for file in figures.fairness(files, found, row, out / f"fairness-{row}")
+        ],
+    )
+    _carry_out(study, out=out, read=read, listed=listed, also=also)
 
 
 @reproduce_app.command()
@@ -162,18 +181,16 @@ def ablation(
     chosen = _numbers(limits) or list(plans.LIMITS)
     files = collections.paper()
     planned = plans.ablation(files, limits=chosen, seeds=seeds, rounds=rounds)
-    if listed:
-        _list(planned, out)
-        return
-    found, notes = _results(files, [collections.ABLATION], planned, out, read=read, also=also)
-    shown = tables.ablation(found, chosen)
-    _show("ablation", [shown] if shown else [], found, notes, out)
-    if shown:
-        with drawing():
-            from cocofl.reproduction import figures  # noqa: PLC0415
-
-            costs = profiles.tables_of(files.experiment(collections.ABLATION).model.name)
-            _say_drawn(figures.ablation(found, chosen, costs, out / "ablation"))
+    costs = profiles.tables_of(files.experiment(ABLATION).model.name)
+    study = Study(
+        "ablation",
+        files,
+        [ABLATION],
+        planned,
+        lambda found: [tables.ablation(found, chosen)],
+        lambda figures, found: figures.ablation(found, chosen, costs, out / "ablation"),
+    )
+    _carry_out(study, out=out, read=read, listed=listed, also=also)
 
 
 @reproduce_app.command()
@@ -193,17 +210,15 @@ def selectors(
     chosen = _numbers(limits) or list(plans.SELECTOR_LIMITS)
     files = collections.paper()
     planned = plans.selectors(files, limits=chosen, seeds=seeds, rounds=rounds)
-    if listed:
-        _list(planned, out)
-        return
-    found, notes = _results(files, [collections.ABLATION], planned, out, read=read, also=also)
-    shown = tables.selectors(found, chosen)
-    _show("selectors", [shown] if shown else [], found, notes, out)
-    if shown:
-        with drawing():
-            from cocofl.reproduction import figures  # noqa: PLC0415
-
-            _say_drawn(figures.selectors(found, chosen, out / "selectors"))
+    study = Study(
+        "selectors",
+        files,
+        [ABLATION],
+        planned,
+        lambda found: [tables.selectors(found, chosen)],
+        lambda figures, found: figures.selectors(found, chosen, out / "selectors"),
+    )
+    _carry_out(study, out=out, read=read, listed=listed, also=also)
 
 
 @reproduce_app.command()
@@ -226,53 +241,40 @@ def profiling(
     write_text(out / "profiling.csv", shown.csv())
     print(f"written: {out / 'profiling'}.md and .csv")
     with drawing():
-        from cocofl.reproduction import figures  # noqa: PLC0415
-
+        figures = import_module("cocofl.reproduction.figures")
         _say_drawn(figures.profiling(costs, out / f"profiling-{model}"))
 
 
-def _results(
-    files: Collection,
-    rows: Sequence[str],
-    planned: Sequence[Planned],
-    out: Path,
-    *,
-    read: bool,
-    also: Sequence[Path] | None,
-) -> tuple[list[Result], list[str]]:
-    """Run what is missing, then look what is there."""
-    problems: list[str] = []
-    if not read and planned:
-        with ProgressBar(planned[0].experiment) as bar:
-            problems = play(planned, out, watchers=[bar], announce=bar.announce)
-    found, unfinished = results.find(out, files, rows)
-    elsewhere = [one for path in also or [] for one in results.read(path) if one.row in rows]
-    return results.gather(found, elsewhere), [*problems, *unfinished]
-
-
-def _list(planned: Sequence[Planned], out: Path) -> None:
-    for one in missing(planned, out):
-        print(one.command(out))
-
-
-def _show(
-    name: str,
-    shown: Sequence[TextTable],
-    found: Sequence[Result],
-    notes: Sequence[str],
-    out: Path,
-) -> None:
-    """Print tables, and keep them as Markdown and the results as CSV."""
+def _carry_out(
+    study: Study, *, out: Path, read: bool, listed: bool, also: Sequence[Path] | None
+) -> list[Result]:
+    """Run what is missing, then show all that is there and keep it; the results."""
+    if listed:
+        for planned in missing(study.planned, out):
+            print(planned.command(out))
+        return []
+    notes: list[str] = []
+    if not read:
+        with ProgressBar(study.planned[0].experiment) as bar:
+            notes += play(study.planned, out, watchers=[bar], announce=bar.announce)
+    here, left_out = results.find(out, study.files, study.rows)
+    elsewhere = [one for path in also or [] for one in results.read(path) if one.row in study.rows]
+    found = results.gather(here, elsewhere)
+    shown = [one for one in study.tables(found) if one is not None]
     for one in shown:
         _print(one)
-    for note in notes:
+    for note in (*notes, *left_out):
         print(note)
     if not shown:
         print(f"no complete run of these is in {out} yet; --list says how to make them")
-        return
-    results.write(out / f"{name}.csv", found)
-    write_text(out / f"{name}.md", "\n".join(one.markdown() for one in shown))
-    print(f"written: {out / name}.md and .csv")
+        return []
+    results.write(out / f"{study.name}.csv", found)
+    write_text(out / f"{study.name}.md", "\n".join(one.markdown() for one in shown))
+    print(f"written: {out / study.name}.md and .csv")
+    if study.draw is not None:
+        with drawing():
+            _say_drawn(study.draw(import_module("cocofl.reproduction.figures"), found))
+    return found
 
 
 def _print(shown: TextTable) -> None:

@@ -13,7 +13,7 @@ from cocofl.reproduction.collection import ABLATION, Collection, on_one_place
 from cocofl.reproduction.plans import (
     SELECTIONS,
     STRATEGY_ORDER,
-    VARIANTS,
+    VARIANT_COSTS,
     limited_label,
     strategy_of,
 )
@@ -108,15 +108,9 @@ def fairness(collection: Collection, results: Sequence[Result], row: str) -> Tex
 
 def ablation(results: Sequence[Result], limits: Sequence[float]) -> TextTable | None:
     """Variants over the limit: what errors cost without gains, and what the gains are worth."""
-    columns = [
-        (f"{variant}, {'with' if costs == variant else 'without'} gains", variant, costs)
-        for costs_of in ("f", "")
-        for variant in VARIANTS
-        for costs in [costs_of or variant]
-        if not (costs_of and variant == "f")
-    ]
-    labels = [[limited_label(x, variant=v, costs=c) for _, v, c in columns] for x in limits]
-    header = ("limit", *(name for name, _, _ in columns))
+    labels = [[limited_label(x, variant=v, costs=c) for v, c in VARIANT_COSTS] for x in limits]
+    gains = {True: "with gains", False: "without gains"}
+    header = ("limit", *(v if v == "f" else f"{v} {gains[v == c]}" for v, c in VARIANT_COSTS))
     return _over_limits("Ablation: variants over the limit", header, limits, labels, results)
 
 
