@@ -254,7 +254,7 @@ def _carry_out(
             print(planned.command(out))
         return []
     notes: list[str] = []
-    if not read:
+    if study.planned and not read:
         with ProgressBar(study.planned[0].experiment) as bar:
             notes += play(study.planned, out, watchers=[bar], announce=bar.announce)
     here, left_out = results.find(out, study.files, study.rows)
