@@ -1,4 +1,4 @@
-"""What is published under ``results/`` can be read, and names no place of the machine it is from."""
+"""What is published under ``results/`` can be read and names its origin, but no folder of it."""
 
 from __future__ import annotations
 
