@@ -242,6 +242,9 @@ def test_a_run_begun_elsewhere_goes_on_here(tmp_path: Path, executor: InProcess)
         play(elsewhere, tmp_path / "moved", executor, watchers=[Stopper()])
     moved = play(tiny(), tmp_path / "moved", executor, resume=True)
     assert same_state(moved.state, whole.state)
+    theirs = moved.experiment.changed({"tables.spans": "/their/x64.json", "data.dir": ""})
+    (moved.path / "experiment.toml").write_text(theirs.to_toml())
+    assert evaluate_run(moved.path, executor=executor)["accuracy"] == whole.final["accuracy"]
 
 
 def test_a_folder_in_the_way_is_left_alone(tmp_path: Path, executor: InProcess) -> None:

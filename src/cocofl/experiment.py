@@ -148,7 +148,9 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Test a run's model, also on other data or with other statistics (``changes``)."""
     found = Run.open(path)
-    experiment = found.experiment.changed(changes or {})
+    # No strategy is played, and the run's tables may lie on the machine that made it.
+    neutral = {"tables.spans": "auto", "tables.widths": "auto", **(changes or {})}
+    experiment = found.experiment.with_strategy("fedavg-full").changed(neutral)
     job = Setup(experiment).job()
     own = executor or make_executor(experiment)
     try:

@@ -18,7 +18,7 @@ from cocofl.fl.strategies import STRATEGIES
 from cocofl.models import MODELS
 from cocofl.reproduction import plans, results, tables
 from cocofl.reproduction.collection import Collection, paper, small
-from cocofl.reproduction.plans import Name
+from cocofl.reproduction.plans import Name, Planned
 from cocofl.reproduction.playing import missing, play
 
 TINY = """
@@ -95,22 +95,15 @@ def test_a_study_of_tiny_runs_is_played_once_and_read_again(
     tiny: Collection, tmp_path: Path
 ) -> None:
     out = tmp_path / "runs"
-    chosen = ["centralized", "cocofl", "fedavg"]
-    planned = plans.table2(tiny, rows=tiny.rows, strategies=chosen, seeds=1)
-    assert [str(one.name) for one in planned] == [
-        "tiny-iid__centralized__seed0",
-        "tiny-iid__cocofl__seed0",
-        "tiny-iid__fedavg__seed0",
-        "tiny-rc__cocofl__seed0",
-        "tiny-rc__fedavg__seed0",
-    ]
-    (out / str(planned[0].name)).parent.mkdir()
+    planned = plans.table2(tiny, rows=["tiny-rc"], strategies=["centralized", "cocofl"], seeds=1)
+    names = [str(one.name) for one in planned]
+    assert names == ["tiny-iid__centralized__seed0", "tiny-rc__cocofl__seed0"]
     started: list[str] = []
     assert play(planned, out, announce=lambda name, _: started.append(name)) == []
-    assert len(started) == 5
+    assert started == names
     assert missing(planned, out) == []
     assert play(planned, out, announce=lambda name, _: started.append(name)) == []
-    assert len(started) == 5
+    assert started == names
     found, unfinished = results.find(out, tiny, tiny.rows)
     assert unfinished == []
     assert {one.statistics for one in found} == {"running", "batch"}
@@ -122,7 +115,7 @@ def test_a_study_of_tiny_runs_is_played_once_and_read_again(
     assert set(cocofl.groups) == {"strong", "medium", "weak"}
     made = tables.of_row(tiny, found, "tiny-rc")
     assert made is not None
-    assert [line[0] for line in made.lines] == ["centralized", "cocofl", "fedavg"]
+    assert [line[0] for line in made.lines] == ["centralized", "cocofl"]
     results.write(tmp_path / "all.csv", found)
     assert results.read(tmp_path / "all.csv") == found
 
@@ -140,11 +133,18 @@ def test_a_command_gives_the_same_experiment(tmp_path: Path) -> None:
     table = tmp_path / "x64 mobilenet.json"
     planned = [
         *plans.table2(
-            paper(), rows=["mobilenet-cifar10-rc"], strategies=["cocofl"], seeds=1, table=table
+            paper(),
+            rows=["mobilenet-cifar10-rc"],
+            strategies=["cocofl", "fjord"],
+            seeds=1,
+            spans=str(table),
+            widths="analytic",
         ),
         *plans.ablation(paper(), limits=[0.25], seeds=1, rounds=100),
         *plans.selectors(paper(), limits=[0.2], seeds=1),
     ]
+    labels = [one.name.label for one in planned]
+    assert labels[:4] == ["cocofl", "cocofl.x64 mobilenet", "fjord", "fjord.analytic"]
     for one in planned:
         program, verb, file, *words = shlex.split(one.command(Path("out")))
         assert (program, verb) == ("cocofl", "run")
@@ -161,30 +161,66 @@ def test_studies_share_runs() -> None:
     assert {name.label for name in ablation & selection} == {"limit0.2-qff", "limit0.3-qff"}
 
 
+def made_up(planned: Planned, out: Path) -> Path:
+    """A complete run of what is planned, with made-up numbers."""
+    folder, experiment = out / str(planned.name), planned.experiment
+    made_up_run(folder, experiment.strategy.name, experiment.data.split, experiment.seed, rounds=3)
+    (folder / "experiment.toml").write_text(experiment.to_toml())
+    return folder
+
+
 def test_ours_beside_the_papers(call: Call, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for strategy in ("cocofl", "heterofl"):
-        for seed in (0, 1):
-            name = Name("mobilenet-cifar10-rc", strategy, seed)
-            made_up_run(out / str(name), strategy, "rc", seed, rounds=3)
-    made_up_run(out / "mobilenet-cifar10-rc__cocofl.x64__seed0", "cocofl", "rc", 0, rounds=3)
-    printed = call(
-        "reproduce", "table2", "--read", "--out", "out", "--rows", "mobilenet-cifar10-rc"
+    out, row = tmp_path / "out", "mobilenet-cifar10-rc"
+    some = plans.table2(
+        paper(), rows=[row], strategies=["cocofl", "heterofl"], seeds=2, spans="x64.json"
     )
+    for planned in some:
+        made_up(planned, out)
+    printed = call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
     assert "72.4 ± 2.9" in printed
     assert "cocofl is ahead, in points: heterofl +" in printed
     assert "(paper +19.4)" in printed
-    assert "other settings: " in printed  # these are runs of the digits
+    assert "settings other" not in printed
     shown = (out / "table2.md").read_text()
     assert "| cocofl.x64 | 72.4 ± 2.9 |" in shown
     found = results.read(out / "table2.csv")
     assert {(one.strategy, one.seed) for one in found} == {
         *(("cocofl", 0), ("cocofl", 1), ("heterofl", 0), ("heterofl", 1)),
-        ("cocofl.x64", 0),
+        *(("cocofl.x64", 0), ("cocofl.x64", 1)),
     }
     elsewhere = ["--read", "--out", "empty", "--also", str(out / "table2.csv")]
-    again = call("reproduce", "table2", "--rows", "mobilenet-cifar10-rc", *elsewhere)
+    again = call("reproduce", "table2", "--rows", row, *elsewhere)
     assert "(paper +19.4)" in again
+
+
+def test_what_a_run_changes_of_its_file_is_said(call: Call, tmp_path: Path) -> None:
+    row = "mobilenet-cifar10-rc"
+    (planned,) = plans.table2(paper(), rows=[row], strategies=["heterofl"], seeds=1)
+    folder = made_up(planned, tmp_path / "out")
+    other = planned.experiment.changed({"training.lr": 0.3, "strategy.masked": True})
+    moved = other.changed({"data.dir": "/elsewhere", "engine.kind": "cohort"})
+    (folder / "experiment.toml").write_text(moved.to_toml())
+    printed = call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
+    assert "settings other than the file's: strategy.masked=True; training.lr=0.3 (all)" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("mobilenet-cifar10-rc__cocofl__seed1", "seed 0"),
+        ("mobilenet-cifar10-rc__fjord__seed0", "strategy cocofl"),
+        ("mobilenet-cifar10-rc__cocofl__seed0__rounds7", "1000 rounds"),
+    ],
+)
+def test_a_run_under_another_name_is_left_out(
+    call: Call, tmp_path: Path, name: str, problem: str
+) -> None:
+    row = "mobilenet-cifar10-rc"
+    (planned,) = plans.table2(paper(), rows=[row], strategies=["cocofl"], seeds=1)
+    made_up(planned, tmp_path / "out").rename(tmp_path / "out" / name)
+    printed = call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
+    assert f"{name} is left out, for it is not what its name says: {problem}" in printed
+    assert "no complete run" in printed
 
 
 def test_an_unfinished_run_is_named(call: Call, tmp_path: Path) -> None:
@@ -217,3 +253,44 @@ def test_data_that_is_not_here_is_said_and_the_rest_goes_on(
     (problem,) = play(planned, tmp_path / "runs")
     assert problem.startswith("tiny-iid was not run: cifar10 is not in")
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_ablations_have_tables_and_figures(call: Call, tmp_path: Path) -> None:
+    some = {
+        one.name: one
+        for make in (plans.ablation, plans.selectors)
+        for one in make(paper(), limits=[0.2, 0.4], seeds=1)
+    }
+    for planned in some.values():
+        made_up(planned, tmp_path / "out")
+    limits = ["--limits", "0.2,0.4", "--read", "--out", "out"]
+    printed = call("reproduce", "ablation", *limits)
+    assert "qff without gains" in printed
+    assert "left out" not in printed
+    assert "settings other" not in printed
+    printed = call("reproduce", "selectors", *limits)
+    assert "min+all" in printed
+    for name in ("ablation", "selectors"):
+        files = {path.suffix for path in (tmp_path / "out").glob(f"{name}.*")}
+        assert files == {".md", ".csv", ".png", ".svg"}
+    assert "--limits half" in call("reproduce", "ablation", "--limits", "half", code=2)
+
+
+def test_fairness_beside_the_papers(call: Call, tmp_path: Path) -> None:
+    row = "mobilenet-cifar10-rc"
+    for planned in plans.table2(paper(), rows=[row], strategies=["cocofl", "heterofl"], seeds=1):
+        made_up(planned, tmp_path / "out")
+    call("reproduce", "fairness", "--read", "--out", "out")
+    shown = (tmp_path / "out" / "fairness.md").read_text()
+    assert "| cocofl | paper | 79.0 | 70.0 | 68.0 | +11.0 |" in shown
+    assert "| heterofl | running | " in shown
+    assert (tmp_path / "out" / f"fairness-{row}.svg").stat().st_size > 1000
+
+
+def test_profiling_has_a_table_and_figures(call: Call, tmp_path: Path) -> None:
+    call("reproduce", "profiling", "--out", "out")
+    shown = (tmp_path / "out" / "profiling.md").read_text()
+    assert "| measured:epyc-mobilenet/qff | qff | 210 |" in shown
+    assert (tmp_path / "out" / "profiling-mobilenet-blocks.png").is_file()
+    assert (tmp_path / "out" / "profiling-mobilenet.svg").is_file()
+    assert "no table of cnn ships" in call("reproduce", "profiling", "--model", "cnn", code=2)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from cocofl.cli.printing import print_table, right
+from cocofl.cli.reporting import drawing
 from cocofl.cli.running import ProgressBar
+from cocofl.errors import InvalidSetting
 from cocofl.reproduction import collection as collections
-from cocofl.reproduction import plans, results, tables
-from cocofl.reproduction.collection import Collection
+from cocofl.reproduction import plans, profiles, results, tables
+from cocofl.reproduction.collection import ABLATION, Collection
 from cocofl.reproduction.plans import Planned
 from cocofl.reproduction.playing import missing, play
 from cocofl.reproduction.results import Result
@@ -32,6 +36,16 @@ Seeds = Annotated[int, typer.Option(min=1, help="How many runs of each, from see
 Rounds = Annotated[
     int | None, typer.Option(min=1, help="Fewer rounds than the paper, decays moved along.")
 ]
+OwnSpans = Annotated[
+    str | None,
+    typer.Option(
+        "--table", help="Another span table (a file, analytic): CoCoFL runs with it, too."
+    ),
+]
+OwnWidths = Annotated[
+    str | None,
+    typer.Option("--widths", help="Another width table: HeteroFL and FjORD run with it, too."),
+]
 Read = Annotated[bool, typer.Option("--read", help="Run nothing, show what is there.")]
 Listed = Annotated[
     bool, typer.Option("--list", help="Print the commands of the runs that are missing.")
@@ -42,6 +56,19 @@ Also = Annotated[
 Limits = Annotated[str | None, typer.Option(help="Limits, separated by commas; default: all.")]
 
 
+@dataclass(frozen=True)
+class Study:
+    """A table or figure of the paper: the runs it needs, and what is made of their results."""
+
+    name: str
+    files: Collection
+    rows: Sequence[str]
+    planned: Sequence[Planned]
+    tables: Callable[[Sequence[Result]], Sequence[TextTable | None]]
+    draw: Callable[[Any, Sequence[Result]], Sequence[Path]] | None = None
+    """With the module of figures, which takes longer to import than everything else here."""
+
+
 @reproduce_app.command()
 def table2(
     rows: Annotated[
@@ -50,11 +77,12 @@ def table2(
     strategies: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(
         plans.STRATEGY_ORDER
     ),
-    seeds: Seeds = 3,
-    rounds: Rounds = None,
-    table: Annotated[
-        Path | None, typer.Option(help="A span table with which CoCoFL runs as well.")
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="How many runs of each; default: 3, 1 if --small.")
     ] = None,
+    rounds: Rounds = None,
+    table: OwnSpans = None,
+    widths: OwnWidths = None,
     small: Annotated[
         bool, typer.Option("--small", help="The question at a size for two CPU cores.")
     ] = False,
@@ -73,68 +101,200 @@ def table2(
         files,
         rows=chosen,
         strategies=_words(strategies),
+        seeds=seeds or (1 if small else 3),
+        rounds=rounds,
+        spans=table,
+        widths=widths,
+    )
+    with_central = [*chosen, *map(collections.on_one_place, chosen)]
+    study = Study(
+        "table2",
+        files,
+        [row for row in dict.fromkeys(with_central) if row in files.rows],
+        planned,
+        lambda found: [tables.of_row(files, found, row) for row in chosen],
+    )
+    found = _carry_out(study, out=out, read=read, listed=listed, also=also)
+    if small and found:
+        for row in chosen:
+            print(f"ordering found: {tables.ordering(files, found, row)}")
+
+
+@reproduce_app.command()
+def fairness(
+    rows: Annotated[str, typer.Option(help="Rows, separated by commas.")] = "mobilenet-cifar10-rc",
+    strategies: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(
+        plans.STRATEGY_ORDER[1:]
+    ),
+    seeds: Seeds = 3,
+    rounds: Rounds = None,
+    table: OwnSpans = None,
+    widths: OwnWidths = None,
+    out: Out = OUT,
+    read: Read = False,
+    listed: Listed = False,
+    also: Also = None,
+) -> None:
+    """What strong, medium and weak devices get of the common model: table and figure.
+
+    Example: cocofl reproduce fairness --rows mobilenet-cifar10-rc --seeds 1
+    """
+    files, chosen = collections.paper(), _words(rows)
+    planned = plans.table2(
+        files,
+        rows=chosen,
+        strategies=_words(strategies),
         seeds=seeds,
         rounds=rounds,
-        table=table,
+        spans=table,
+        widths=widths,
     )
-    if listed:
-        _list(planned, out)
-        return
-    with_central = list(dict.fromkeys([*chosen, *map(collections.on_one_place, chosen)]))
-    known = [row for row in with_central if row in files.rows]
-    found, notes = _results(files, known, planned, out, read=read, also=also)
-    shown = [made for row in chosen if (made := tables.of_row(files, found, row))]
-    notes += [f"ordering found: {tables.ordering(files, found, row)}" for row in chosen * small]
-    _show("table2", shown, found, notes, out)
+    study = Study(
+        "fairness",
+        files,
+        chosen,
+        planned,
+        lambda found: [tables.fairness(files, found, row) for row in chosen],
+        lambda figures, found: [
+            file
+            for row in dict.fromkeys(one.row for one in found)
+            for file in figures.fairness(files, found, row, out / f"fairness-{row}")
+        ],
+    )
+    _carry_out(study, out=out, read=read, listed=listed, also=also)
 
 
-def _results(
-    files: Collection,
-    rows: Sequence[str],
-    planned: Sequence[Planned],
-    out: Path,
-    *,
-    read: bool,
-    also: Sequence[Path] | None,
-) -> tuple[list[Result], list[str]]:
-    """Run what is missing, then look what is there."""
-    problems: list[str] = []
-    if not read and planned:
-        with ProgressBar(planned[0].experiment) as bar:
-            problems = play(planned, out, watchers=[bar], announce=bar.announce)
-    found, unfinished = results.find(out, files, rows)
-    elsewhere = [one for path in also or [] for one in results.read(path) if one.row in rows]
-    return results.gather(found, elsewhere), [*problems, *unfinished]
-
-
-def _list(planned: Sequence[Planned], out: Path) -> None:
-    for one in missing(planned, out):
-        print(one.command(out))
-
-
-def _show(
-    name: str,
-    shown: Sequence[TextTable],
-    found: Sequence[Result],
-    notes: Sequence[str],
-    out: Path,
+@reproduce_app.command()
+def ablation(
+    limits: Limits = None,
+    seeds: Seeds = 3,
+    rounds: Rounds = None,
+    out: Out = OUT,
+    read: Read = False,
+    listed: Listed = False,
+    also: Also = None,
 ) -> None:
-    """Print tables, and keep them as Markdown and the results as CSV."""
+    """Freezing, fusion and int8 over the limit of devices, without and with what they save.
+
+    Example: cocofl reproduce ablation --limits 0.25,0.4 --seeds 1
+    """
+    chosen = _numbers(limits) or list(plans.LIMITS)
+    files = collections.paper()
+    planned = plans.ablation(files, limits=chosen, seeds=seeds, rounds=rounds)
+    costs = profiles.tables_of(files.experiment(ABLATION).model.name)
+    study = Study(
+        "ablation",
+        files,
+        [ABLATION],
+        planned,
+        lambda found: [tables.ablation(found, chosen)],
+        lambda figures, found: figures.ablation(found, chosen, costs, out / "ablation"),
+    )
+    _carry_out(study, out=out, read=read, listed=listed, also=also)
+
+
+@reproduce_app.command()
+def selectors(
+    limits: Limits = None,
+    seeds: Seeds = 3,
+    rounds: Rounds = None,
+    out: Out = OUT,
+    read: Read = False,
+    listed: Listed = False,
+    also: Also = None,
+) -> None:
+    """Ways to select what a device trains, over the limit of devices.
+
+    Example: cocofl reproduce selectors --limits 0.2 --seeds 1
+    """
+    chosen = _numbers(limits) or list(plans.SELECTOR_LIMITS)
+    files = collections.paper()
+    planned = plans.selectors(files, limits=chosen, seeds=seeds, rounds=rounds)
+    study = Study(
+        "selectors",
+        files,
+        [ABLATION],
+        planned,
+        lambda found: [tables.selectors(found, chosen)],
+        lambda figures, found: figures.selectors(found, chosen, out / "selectors"),
+    )
+    _carry_out(study, out=out, read=read, listed=listed, also=also)
+
+
+@reproduce_app.command()
+def profiling(
+    model: Annotated[str, typer.Option(help="A model of which tables ship.")] = "mobilenet",
+    table: Annotated[Path | None, typer.Option(help="A span table to show beside ours.")] = None,
+    out: Out = OUT,
+) -> None:
+    """What configurations cost: time, memory and upload of spans and of widths.
+
+    Example: cocofl reproduce profiling --model mobilenet
+    """
+    costs = profiles.tables_of(model, table)
+    if not costs:
+        raise InvalidSetting(f"no table of {model} ships with the package; give one with --table")
+    shown = profiles.savings(costs)
+    _print(shown)
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "profiling.md", shown.markdown())
+    write_text(out / "profiling.csv", shown.csv())
+    print(f"written: {out / 'profiling'}.md and .csv")
+    with drawing():
+        figures = import_module("cocofl.reproduction.figures")
+        _say_drawn(figures.profiling(costs, out / f"profiling-{model}"))
+
+
+def _carry_out(
+    study: Study, *, out: Path, read: bool, listed: bool, also: Sequence[Path] | None
+) -> list[Result]:
+    """Run what is missing, then show all that is there and keep it; the results."""
+    if listed:
+        for planned in missing(study.planned, out):
+            print(planned.command(out))
+        return []
+    notes: list[str] = []
+    if study.planned and not read:
+        with ProgressBar(study.planned[0].experiment) as bar:
+            notes += play(study.planned, out, watchers=[bar], announce=bar.announce)
+    here, left_out = results.find(out, study.files, study.rows)
+    elsewhere = [one for path in also or [] for one in results.read(path) if one.row in study.rows]
+    found = results.gather(here, elsewhere)
+    shown = [one for one in study.tables(found) if one is not None]
     for one in shown:
-        table = Table(one.header[0], *map(right, one.header[1:]), title=one.title)
-        for line in one.lines:
-            table.add_row(*line)
-        print_table(table)
-        for note in one.notes:
-            print(note)
-    for note in notes:
+        _print(one)
+    for note in (*notes, *left_out):
         print(note)
     if not shown:
         print(f"no complete run of these is in {out} yet; --list says how to make them")
-        return
-    results.write(out / f"{name}.csv", found)
-    write_text(out / f"{name}.md", "\n".join(one.markdown() for one in shown))
-    print(f"written: {out / name}.md and .csv")
+        return []
+    results.write(out / f"{study.name}.csv", found)
+    write_text(out / f"{study.name}.md", "\n".join(one.markdown() for one in shown))
+    print(f"written: {out / study.name}.md and .csv")
+    if study.draw is not None:
+        with drawing():
+            _say_drawn(study.draw(import_module("cocofl.reproduction.figures"), found))
+    return found
+
+
+def _print(shown: TextTable) -> None:
+    table = Table(shown.header[0], *map(right, shown.header[1:]), title=shown.title)
+    for line in shown.lines:
+        table.add_row(*line)
+    print_table(table)
+    for note in shown.notes:
+        print(note)
+
+
+def _say_drawn(files: Sequence[Path]) -> None:
+    print("figures: " + ", ".join(map(str, files)))
+
+
+def _numbers(text: str | None) -> list[float]:
+    try:
+        return [float(word) for word in _words(text)]
+    except ValueError as error:
+        raise InvalidSetting(f"--limits {text}: {error}") from error
 
 
 def _words(text: str | None) -> list[str]:

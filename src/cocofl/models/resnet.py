@@ -132,8 +132,12 @@ def resnet50(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> Res
     return ResNet(num_classes, Bottleneck, TINY if tiny else RESNET50, width=width)
 
 
-def resnet10_digits(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> ResNet:
-    """6 blocks for grey images of 8×8, such as scikit-learn's digits."""
+def resnet10_digits(
+    num_classes: int, *, width: float = 1.0, tiny: bool = False, image_size: int = 8
+) -> ResNet:
+    """6 blocks for small grey images, such as scikit-learn's digits of 8×8."""
     check(num_classes, width)
     stages = TINY if tiny else RESNET10
-    return ResNet(num_classes, BasicBlock, stages, width=width, image_size=8, image_channels=1)
+    return ResNet(
+        num_classes, BasicBlock, stages, width=width, image_size=image_size, image_channels=1
+    )

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
+from cocofl.report.bars import grouped_bars
 from cocofl.report.bubbles import bubble_chart
 from cocofl.report.findings import Curve, curve, summary, trained
 from cocofl.report.palette import group_colour, line_colours
@@ -101,18 +101,8 @@ def fairness_figure(scene: Scene) -> Figure:
     width_in = max(4.0, 1.0 + 1.1 * len(rows))
     figure = Figure(figsize=(width_in, 3.4), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    bar = 0.8 / len(groups)
-    for index, group in enumerate(groups):
-        found = [row.groups[group] for row in rows]
-        axes.bar(
-            np.arange(len(rows)) + (index - (len(groups) - 1) / 2) * bar,
-            [100 * one.mean for one in found],
-            bar,
-            yerr=[100 * (one.std or 0.0) for one in found] if found[0].std is not None else None,
-            error_kw={"elinewidth": 0.8, "capsize": 2},
-            color=group_colour(index),
-            label=_plain(group),
-        )
+    series = {_plain(group): [row.groups[group] for row in rows] for group in groups}
+    grouped_bars(axes, series, [group_colour(index) for index in range(len(groups))])
     axes.set_xticks(range(len(rows)), [_plain(row.label) for row in rows], fontsize=8)
     axes.set_ylabel("accuracy of the group / %")
     axes.set_ylim(0, 104)

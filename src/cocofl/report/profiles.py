@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,17 +46,22 @@ def blocks_figure(tables: Sequence[ProfileTable], title: str) -> Figure:
     """How many blocks some feasible span trains when time and memory are limited to l."""
     figure = Figure(figsize=(5.6, 3.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    for table in tables:
+    draw_blocks(axes, {_label(table): table for table in tables})
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(title, loc="left", fontsize=10)
+    return figure
+
+
+def draw_blocks(axes: Axes, tables: Mapping[str, ProfileTable]) -> None:
+    """A staircase for each table, under its name."""
+    for name, table in tables.items():
         counts = [trainable_blocks(table, float(limit)) for limit in LIMITS]
-        axes.step(LIMITS, counts, where="post", color=COLOURS[table.variant], label=_label(table))
+        axes.step(LIMITS, counts, where="post", color=COLOURS[table.variant], label=name)
     axes.set_xlabel("limit l on time and memory / full")
     axes.set_ylabel("blocks that can be trained")
     axes.set_xlim(0, 1)
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10)
-    return figure
 
 
 def trainable_blocks(table: ProfileTable, limit: float) -> int:
@@ -76,14 +81,20 @@ def save_profile_figures(path: Path, tables: Sequence[ProfileTable]) -> list[Pat
     figures = {"": profiling_figure(tables, f"{models}: what each configuration costs")}
     if spans:
         figures["-blocks"] = blocks_figure(spans, f"{models}: what a limit leaves to train")
+    return [
+        file
+        for suffix, figure in figures.items()
+        for file in save(figure, path.with_name(path.stem + suffix))
+    ]
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """Draw a figure as PNG and as SVG; ``path`` is without an ending."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for suffix, figure in figures.items():
-        for kind in FORMATS:
-            file = path.with_name(path.stem + suffix + kind)
-            figure.savefig(file)
-            written.append(file)
-    return written
+    files = [path.with_name(path.name + kind) for kind in FORMATS]
+    for file in files:
+        figure.savefig(file)
+    return files
 
 
 def _scatter(axes: Axes, table: ProfileTable, what: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.named import nearest
 from cocofl.report.findings import Spread
@@ -40,6 +41,10 @@ class Collection:
                 f"there is no row {row}{nearest(row, self.rows)}; there are: {', '.join(self.rows)}"
             )
         return path
+
+    def experiment(self, row: str) -> Experiment:
+        """What a row's file says."""
+        return Experiment.load(self.file(row))
 
     def metric(self, row: str) -> str:
         """What the paper reports of a row: accuracy, or F1 where classes are unbalanced."""

@@ -6,9 +6,11 @@ of plain signs only, so that a folder made on another machine is put beside the 
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +27,13 @@ LIMITS = (0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0)
 """The ablation's; the paper says between 0 and 1 and speaks of 0.25 and 0.4."""
 SELECTOR_LIMITS = (0.2, 0.3, 0.4, 0.5)
 VARIANTS = ("f", "ff", "qff")
+VARIANT_COSTS = (("f", "f"), ("ff", "f"), ("qff", "f"), ("ff", "ff"), ("qff", "qff"))
+"""A variant, and the one whose table says what fits: that of ``f`` leaves out what is gained."""
 SELECTIONS = (
-    *(("random", "maximal"), ("random", "all")),
-    *(("round-robin", "maximal"), ("round-robin", "all")),
-    *(("min", "maximal"), ("min", "all")),
+    *product(("random", "round-robin", "min"), ("maximal", "all")),
     ("max", "maximal"),  # the longest feasible span is a maximal one
 )
-_SIGN = "__"
+_NAME = re.compile(r"(.+?)__(.+?)__seed(\d+)(?:__rounds(\d+))?")
 
 
 class Name(NamedTuple):
@@ -45,8 +47,8 @@ class Name(NamedTuple):
     """Where they are fewer than the row's."""
 
     def __str__(self) -> str:
-        parts = [self.row, self.label, f"seed{self.seed}"]
-        return _SIGN.join([*parts, f"rounds{self.rounds}"] if self.rounds else parts)
+        shorter = f"__rounds{self.rounds}" if self.rounds else ""
+        return f"{self.row}__{self.label}__seed{self.seed}{shorter}"
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
@@ -55,14 +57,11 @@ class Name(NamedTuple):
         >>> Name.parse("mobilenet-cifar10-rc__cocofl__seed0__rounds50")
         Name(row='mobilenet-cifar10-rc', label='cocofl', seed=0, rounds=50)
         """
-        match text.split(_SIGN):
-            case [row, label, seed] if _is_numbered(seed, "seed"):
-                return cls(row, label, int(seed[4:]))
-            case [row, label, seed, rounds] if _is_numbered(seed, "seed") and _is_numbered(
-                rounds, "rounds"
-            ):
-                return cls(row, label, int(seed[4:]), int(rounds[6:]))
-        return None
+        found = _NAME.fullmatch(text)
+        if found is None:
+            return None
+        row, label, seed, rounds = found.groups()
+        return cls(row, label, int(seed), int(rounds) if rounds else None)
 
 
 @dataclass(frozen=True)
@@ -92,41 +91,52 @@ def table2(
     strategies: Sequence[str],
     seeds: int,
     rounds: int | None = None,
-    table: Path | None = None,
+    spans: str | None = None,
+    widths: str | None = None,
 ) -> list[Planned]:
-    """Every strategy with every seed on every row; CoCoFL also with a span ``table`` of one's own.
+    """Every strategy with every seed on every row.
 
-    A row's run with all data in one place is that of the iid row of the same network and data.
+    With a table of one's own (a file, ``analytic``, or the name of one that ships) CoCoFL
+    (``spans``) or HeteroFL and FjORD (``widths``) run with it as well. A row's run with all data
+    in one place is that of the iid row of the same network and data.
     """
     for name in strategies:
         if name not in STRATEGIES:
             raise InvalidSetting(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}")
+    own = {
+        "cocofl": {"tables.spans": spans},
+        "heterofl": {"tables.widths": widths},
+        "fjord": {"tables.widths": widths},
+    }
     found: dict[Name, Planned] = {}
     for row in rows:
         for strategy in strategies:
-            central = strategy == "centralized"
-            place = on_one_place(row) if central else row
-            tables = [None, table] if table and strategy == "cocofl" else [None]
-            for own in tables:
-                changes: dict[str, Any] = {"strategy.name": strategy}
-                label = strategy
-                if own is not None:
-                    changes["tables.spans"] = str(own.resolve())
-                    label = f"{strategy}.{own.stem}"
+            place = on_one_place(row) if strategy == "centralized" else row
+            labelled: dict[str, dict[str, Any]] = {strategy: {}}
+            for key, table in own.get(strategy, {}).items():
+                if table is not None:
+                    labelled[f"{strategy}.{_table_name(table)}"] = {key: _absolute(table)}
+            for label, tables in labelled.items():
+                changes = {"strategy.name": strategy, **tables}
                 for one in _seeded(collection, place, label, changes, seeds, rounds):
                     found.setdefault(one.name, one)
     return list(found.values())
+
+
+def strategy_of(label: str) -> str:
+    """The strategy of a run on a row; behind it may stand the table that it used.
+
+    >>> strategy_of("cocofl.x64_mobilenet"), strategy_of("fedavg-full")
+    ('cocofl', 'fedavg-full')
+    """
+    return label.partition(".")[0]
 
 
 def ablation(
     collection: Collection, *, limits: Sequence[float], seeds: int, rounds: int | None = None
 ) -> list[Planned]:
     """Every variant at every limit: with its own costs, and with those of ``f`` (no gains)."""
-    settings = [
-        {"variant": variant, "costs": costs}
-        for variant in VARIANTS
-        for costs in dict.fromkeys(("f", variant))
-    ]
+    settings = [{"variant": variant, "costs": costs} for variant, costs in VARIANT_COSTS]
     return list(_limited(collection, limits, settings, seeds, rounds))
 
 
@@ -157,6 +167,26 @@ def limited_label(
     parts += ["as", costs] if costs not in ("", variant) else []
     parts += [selector, over] if (selector, over) != ("random", "maximal") else []
     return "-".join(parts)
+
+
+def label_of(experiment: Experiment) -> str | None:
+    """The label that an ablation's run should have; None for one that is no such run."""
+    groups, options = experiment.devices.groups, experiment.strategy.options
+    limit = str(groups).removeprefix("limited:")
+    try:
+        return limited_label(float(limit), **options)
+    except (TypeError, ValueError):
+        return None
+
+
+def shortened(experiment: Experiment, rounds: int | None) -> dict[str, Any]:
+    """What changes with fewer rounds: the learning rate decays at the same share of them."""
+    if rounds is None or rounds == experiment.rounds:
+        return {}
+    decays = [
+        max(1, decay * rounds // experiment.rounds) for decay in experiment.training.decay_rounds
+    ]
+    return {"rounds": rounds, "training.decay_rounds": decays}
 
 
 def _limited(
@@ -199,22 +229,23 @@ def _seeded(
     seeds: int,
     rounds: int | None,
 ) -> Iterator[Planned]:
-    file = collection.file(row)
-    shorter = _shortened(Experiment.load(file), rounds)
+    file, shorter = collection.file(row), shortened(collection.experiment(row), rounds)
     for seed in range(seeds):
         name = Name(row, label, seed, rounds if shorter else None)
         yield Planned(name, file, {**changes, "seed": seed, **shorter})
 
 
-def _shortened(experiment: Experiment, rounds: int | None) -> dict[str, Any]:
-    """Fewer rounds, the learning rate decaying at the same share of them."""
-    if rounds is None or rounds == experiment.rounds:
-        return {}
-    decays = [
-        max(1, decay * rounds // experiment.rounds) for decay in experiment.training.decay_rounds
-    ]
-    return {"rounds": rounds, "training.decay_rounds": decays}
+def _table_name(table: str) -> str:
+    """A table as a part of a folder's name.
+
+    >>> _table_name("tables/x64_mobilenet.json"), _table_name("measured:epyc-cnn/width")
+    ('x64_mobilenet', 'measured-epyc-cnn-width')
+    """
+    if table.endswith(".json"):
+        return Path(table).stem
+    return table.replace(":", "-").replace("/", "-")
 
 
-def _is_numbered(text: str, word: str) -> bool:
-    return text.startswith(word) and text.removeprefix(word).isdecimal()
+def _absolute(table: str) -> str:
+    path = Path(table)
+    return str(path.resolve()) if path.is_file() else table

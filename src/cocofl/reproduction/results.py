@@ -15,14 +15,12 @@ from typing import Any
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.experiment import Run
+from cocofl.profiling.table import PREFIX
 from cocofl.report.findings import Spread
 from cocofl.report.runs import flatten
-from cocofl.reproduction.collection import Collection
-from cocofl.reproduction.plans import Name
+from cocofl.reproduction.collection import ABLATION, Collection
+from cocofl.reproduction.plans import Name, label_of, shortened, strategy_of
 from cocofl.runlog import EXPERIMENT, write_text
-
-# What a run's name says already, or what changes nothing.
-_IN_THE_NAME = ("name", "seed", "rounds", "training.decay_rounds", "tables.spans", "tables.widths")
 
 
 @dataclass(frozen=True)
@@ -62,19 +60,21 @@ _NUMBERS = {"seed": int, "rounds": int, "accuracy": float, "f1": float, "minutes
 
 
 def find(out: Path, collection: Collection, rows: Sequence[str]) -> tuple[list[Result], list[str]]:
-    """The results of all complete runs of these rows below ``out``; and who is still on the way."""
+    """The results of all complete runs of these rows below ``out``; and why others are left out."""
     results: list[Result] = []
-    unfinished: list[str] = []
+    left_out: list[str] = []
     for path in sorted(out.iterdir()) if out.is_dir() else []:
         name = Name.parse(path.name)
         if name is None or name.row not in rows or not (path / EXPERIMENT).is_file():
             continue
-        run = Run.open(path)
-        if run.folder.is_complete:
-            results += _results_of(run, name, Experiment.load(collection.file(name.row)))
+        run, expected = Run.open(path), _named(collection.experiment(name.row), name)
+        if not run.folder.is_complete:
+            left_out.append(f"{name} is unfinished: {_state(run)}")
+        elif problem := _misnamed(name, run.experiment, expected):
+            left_out.append(f"{name} is left out, for it is not what its name says: {problem}")
         else:
-            unfinished.append(f"{name} is unfinished: {_state(run)}")
-    return results, unfinished
+            results += _results_of(run, name, expected)
+    return results, left_out
 
 
 def gather(results: Iterable[Result], more: Iterable[Result]) -> list[Result]:
@@ -124,7 +124,7 @@ def _parse(line: Mapping[str, str]) -> Result:
     return Result(**plain, groups=groups)
 
 
-def _results_of(run: Run, name: Name, of_row: Experiment) -> list[Result]:
+def _results_of(run: Run, name: Name, expected: Experiment) -> list[Result]:
     about, experiment = run.folder.about, run.experiment
     seconds = sum(line["train_s"] + line["evaluate_s"] for line in run.folder.timing())
     return [
@@ -137,7 +137,7 @@ def _results_of(run: Run, name: Name, of_row: Experiment) -> list[Result]:
             accuracy=final["accuracy"],
             f1=final["f1"],
             table=_table(experiment, about.get("tables", {})),
-            changes=_changes(experiment, of_row),
+            changes=_changes(name, experiment, expected),
             minutes=round(seconds / 60, 1),
             engine=about.get("engine", ""),
             hardware=about.get("hardware", ""),
@@ -151,23 +151,55 @@ def _results_of(run: Run, name: Name, of_row: Experiment) -> list[Result]:
     ]
 
 
+def without_folder(description: str) -> str:
+    """A table's description; a file by its name, wherever it was.
+
+    >>> without_folder("/home/me/x64.json: MobileNet"), without_folder("measured:epyc-cnn/f: cnn")
+    ('x64.json: MobileNet', 'measured:epyc-cnn/f: cnn')
+    """
+    source, colon, rest = description.partition(": ")
+    return description if source.startswith(PREFIX) else f"{Path(source).name}{colon}{rest}"
+
+
 def _table(experiment: Experiment, served: Mapping[str, str]) -> str:
-    """The table that said what fits; a file by its name, wherever it was."""
+    """The table that said what fits."""
     name, options = experiment.strategy.name, experiment.strategy.options
     if name in ("fedavg-full", "centralized"):
         return ""
     kind = options.get("costs") or options.get("variant") or "qff"
-    text = served.get("width" if name in ("heterofl", "fjord") else str(kind), "")
-    source, colon, rest = text.partition(": ")
-    return text if source.startswith("measured:") else f"{Path(source).name}{colon}{rest}"
+    return without_folder(served.get("width" if name in ("heterofl", "fjord") else str(kind), ""))
 
 
-def _changes(experiment: Experiment, of_row: Experiment) -> str:
-    ours, theirs = (flatten(one.without_places().to_dict()) for one in (experiment, of_row))
+def _named(of_row: Experiment, name: Name) -> Experiment:
+    """What a row's file says, as a run's name changes it; what a label says is not in it."""
+    return of_row.changed({"seed": name.seed, **shortened(of_row, name.rounds)})
+
+
+def _misnamed(name: Name, experiment: Experiment, expected: Experiment) -> str:
+    """What a run is, where its name says otherwise."""
+    if experiment.seed != name.seed:
+        return f"seed {experiment.seed}"
+    if experiment.rounds != expected.rounds:
+        return f"{experiment.rounds} rounds"
+    strategy = experiment.strategy.name
+    if name.row == ABLATION:
+        label = label_of(experiment)
+        return "" if label == name.label else f"{label or experiment.devices.groups}"
+    return "" if strategy == strategy_of(name.label) else f"strategy {strategy}"
+
+
+def _changes(name: Name, experiment: Experiment, expected: Experiment) -> str:
+    """In what a run differs from its file, beyond what its name says."""
+    ours, theirs = (flatten(one.without_places().to_dict()) for one in (experiment, expected))
+    in_the_name = {"name", "strategy.name"}
+    if name.row == ABLATION:
+        in_the_name |= {"devices.groups", *(key for key in ours if key.startswith("strategy."))}
+    elif strategy_of(name.label) != name.label:
+        in_the_name |= {"tables.spans", "tables.widths"}
     return "; ".join(
         f"{key}={value}"
         for key, value in ours.items()
-        if not key.startswith("strategy.") and key not in _IN_THE_NAME and value != theirs.get(key)
+        if key not in in_the_name and value != theirs.get(key)
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cocofl.fl.local import STATISTICS
@@ -11,8 +13,9 @@ from cocofl.reproduction.collection import ABLATION, Collection, on_one_place
 from cocofl.reproduction.plans import (
     SELECTIONS,
     STRATEGY_ORDER,
-    VARIANTS,
+    VARIANT_COSTS,
     limited_label,
+    strategy_of,
 )
 from cocofl.reproduction.results import Result, spread
 
@@ -37,77 +40,77 @@ class TextTable:
         notes = "".join(f"- {note}\n" for note in self.notes)
         return f"## {self.title}\n\n{table}\n" + (f"\n{notes}" if notes else "")
 
+    def csv(self) -> str:
+        """For other programs."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.header, *self.lines])
+        return text.getvalue()
+
 
 def of_row(collection: Collection, results: Sequence[Result], row: str) -> TextTable | None:
     """A column of the paper's Table 2: its numbers, ours, and the difference; None without ours."""
     # What was trained with all data in one place stands for every split.
-    own = [
-        replace(one, row=row, groups={} if one.row != row else one.groups)
+    own = longest(
+        one if one.row == row else replace(one, row=row, groups={})
         for one in results
         if one.row == row or (one.row == on_one_place(row) and one.strategy == "centralized")
-    ]
-    rounds = max((one.rounds for one in own), default=0)
-    own = [one for one in own if one.rounds == rounds]
+    )
     if not own:
         return None
-    metric = collection.metric(row)
-    groups = list(dict.fromkeys(group for one in own for group in one.groups))
-    shown = [kind for kind in STATISTICS if any(one.statistics == kind for one in own)]
-    header = ("", "paper", *(f"{kind} statistics" for kind in shown))
-    header += ("difference", *groups, "seeds") if collection.published else (*groups, "seeds")
-    lines = []
-    for label in _ordered({one.strategy for one in own}):
-        paper = collection.published.get((row, label.partition(".")[0], metric))
-        ours = [spread(own, row, label, kind, metric) for kind in shown]
-        seeds = {one.seed for one in own if one.strategy == label}
-        by_group = [_percent(spread(own, row, label, shown[0], group)) for group in groups]
-        difference = [_points(ours[0], paper)] if collection.published else []
-        cells = [_percent(paper), *map(_percent, ours), *difference, *by_group, str(len(seeds))]
-        lines.append((label, *cells))
-    if not collection.published:
-        header = (header[0], *header[2:])
-        lines = [(line[0], *line[2:]) for line in lines]
-    title = f"{row}: {'macro F1' if metric == 'f1' else 'accuracy'} in %, {rounds} rounds"
-    notes = (*_ahead(collection, own, row, metric), *_groups_note(collection, row), *origins(own))
-    return TextTable(title, header, tuple(lines), notes)
+    metric, kinds = collection.metric(row), _kinds(own)
+
+    def ours(label: str, kind: str, which: str) -> Spread | None:
+        return spread(own, row, label, kind, which)
+
+    def paper(label: str) -> Spread | None:
+        return collection.published.get((row, strategy_of(label), metric))
+
+    def cell(kind: str, which: str) -> Callable[[str], str]:
+        return lambda label: _percent(ours(label, kind, which))
+
+    columns: dict[str, Callable[[str], str]] = {"": str}
+    if collection.published:
+        columns["paper"] = lambda label: _percent(paper(label))
+    for kind in kinds:
+        columns[f"{kind} statistics"] = cell(kind, metric)
+    if collection.published:
+        columns["difference"] = lambda label: _points(ours(label, kinds[0], metric), paper(label))
+    for group in groups_of(own):
+        columns[group] = cell(kinds[0], group)
+    columns["seeds"] = lambda label: str(len({one.seed for one in own if one.strategy == label}))
+    return TextTable(
+        f"{row}: {'macro F1' if metric == 'f1' else 'accuracy'} in %, {own[0].rounds} rounds",
+        tuple(columns),
+        tuple(tuple(made(label) for made in columns.values()) for label in labels_of(own)),
+        (*_ahead(collection, own, row, metric), *origins(own)),
+    )
 
 
 def fairness(collection: Collection, results: Sequence[Result], row: str) -> TextTable | None:
     """The accuracy of each group of devices, beside what the paper's text says."""
-    own = [one for one in results if one.row == row and one.strategy != "centralized"]
-    rounds = max((one.rounds for one in own), default=0)
-    own = [one for one in own if one.rounds == rounds]
+    own = longest(one for one in results if one.row == row and one.strategy != "centralized")
     if not own:
         return None
-    groups = list(dict.fromkeys(group for one in own for group in one.groups))
-    shown = [kind for kind in STATISTICS if any(one.statistics == kind for one in own)]
-    lines = []
-    for label in _ordered({one.strategy for one in own}):
-        strategy = label.partition(".")[0]
-        known = [collection.published.get((row, strategy, group)) for group in groups]
-        if any(known):
-            lines.append((f"{label}, paper", "", *map(_percent, known), _NOTHING))
-        for kind in shown:
-            found = [spread(own, row, label, kind, group) for group in groups]
-            mine = {one.seed for one in own if one.strategy == label and one.statistics == kind}
-            gap = _points(found[0], found[-1])
-            lines.append((label, kind, *map(_percent, found), gap) if mine else (label,))
+    groups, lines = groups_of(own), []
+    for label in labels_of(own):
+        known = [collection.published.get((row, strategy_of(label), group)) for group in groups]
+        found = {
+            kind: [spread(own, row, label, kind, group) for group in groups] for kind in _kinds(own)
+        }
+        for source, values in {"paper": known, **found}.items():
+            if any(values):
+                gap = _points(values[0], values[-1])
+                lines.append((label, source, *map(_percent, values), gap))
     header = ("", "statistics", *groups, f"{groups[0]} – {groups[-1]}")
-    title = f"{row}: accuracy of each group in %, {rounds} rounds"
+    title = f"{row}: accuracy of each group in %, {own[0].rounds} rounds"
     return TextTable(title, header, tuple(lines), tuple(origins(own)))
 
 
 def ablation(results: Sequence[Result], limits: Sequence[float]) -> TextTable | None:
     """Variants over the limit: what errors cost without gains, and what the gains are worth."""
-    columns = [
-        (f"{variant}, {'with' if costs == variant else 'without'} gains", variant, costs)
-        for costs_of in ("f", "")
-        for variant in VARIANTS
-        for costs in [costs_of or variant]
-        if not (costs_of and variant == "f")
-    ]
-    labels = [[limited_label(x, variant=v, costs=c) for _, v, c in columns] for x in limits]
-    header = ("limit", *(name for name, _, _ in columns))
+    labels = [[limited_label(x, variant=v, costs=c) for v, c in VARIANT_COSTS] for x in limits]
+    gains = {True: "with gains", False: "without gains"}
+    header = ("limit", *(v if v == "f" else f"{v} {gains[v == c]}" for v, c in VARIANT_COSTS))
     return _over_limits("Ablation: variants over the limit", header, limits, labels, results)
 
 
@@ -129,20 +132,23 @@ def ordering(collection: Collection, results: Sequence[Result], row: str) -> str
     return f"{row}: " + " > ".join(f"{label} {100 * means[label]:.1f}" for label in best_first)
 
 
-def origins(results: Iterable[Result]) -> list[str]:
-    """Where numbers come from, each said once: tables, machines, versions, other settings."""
-    notes: list[str] = []
-    for result in results:
-        if result.table:
-            notes.append(f"table of {result.strategy}: {result.table}")
-        version = f"cocofl {result.cocofl} {result.commit or '(commit unknown)'}"
-        notes.append(
-            f"{result.engine or 'engine unknown'} on {result.hardware}; {version}, "
-            f"torch {result.torch}, Python {result.python}"
-        )
-        if result.changes:
-            notes.append(f"{result.strategy}, seed {result.seed}, other settings: {result.changes}")
-    return list(dict.fromkeys(notes))
+def origins(results: Sequence[Result]) -> list[str]:
+    """Where numbers come from, each said once: machines, versions, tables, other settings."""
+    said: dict[str, dict[str, None]] = {}
+    for one in results:
+        version = f"cocofl {one.cocofl} {one.commit or '(commit unknown)'}, torch {one.torch}"
+        notes = [
+            f"made with {version}, Python {one.python}, engine {one.engine} on {one.hardware}",
+            f"table {one.table}" if one.table else "",
+            f"settings other than the file's: {one.changes}" if one.changes else "",
+        ]
+        for note in filter(None, notes):
+            said.setdefault(note, {})[one.strategy] = None
+    everyone = {one.strategy for one in results}
+    return [
+        f"{note} ({'all' if set(who) == everyone else ', '.join(who)})"
+        for note, who in said.items()
+    ]
 
 
 def _over_limits(
@@ -152,9 +158,7 @@ def _over_limits(
     labels: Sequence[Sequence[str]],
     results: Sequence[Result],
 ) -> TextTable | None:
-    used = [one for one in results if any(one.strategy in line for line in labels)]
-    rounds = max((one.rounds for one in used), default=0)
-    used = [one for one in used if one.rounds == rounds]
+    used = longest(one for one in results if any(one.strategy in line for line in labels))
     if not used:
         return None
     lines = []
@@ -165,26 +169,25 @@ def _over_limits(
                 shown = f"{limit:g}" + ("" if kind == STATISTICS[0] else f" ({kind} statistics)")
                 lines.append((shown, *map(_percent, found)))
     seeds = sorted({one.seed for one in used})
-    title = f"{title}: accuracy in %, {rounds} rounds, seeds {', '.join(map(str, seeds))}"
+    title = f"{title}: accuracy in %, {used[0].rounds} rounds, seeds {', '.join(map(str, seeds))}"
     return TextTable(title, header, tuple(lines), tuple(origins(used)))
 
 
-def _ordered(labels: Iterable[str]) -> list[str]:
+def labels_of(results: Iterable[Result]) -> list[str]:
     """In the order of the paper, one's own strategies last."""
 
     def place(label: str) -> tuple[int, str]:
-        name = label.partition(".")[0]
+        name = strategy_of(label)
         known = name in STRATEGY_ORDER
         return (STRATEGY_ORDER.index(name) if known else len(STRATEGY_ORDER), label)
 
-    return sorted(labels, key=place)
+    return sorted({one.strategy for one in results}, key=place)
 
 
 def _ahead(collection: Collection, results: Sequence[Result], row: str, metric: str) -> list[str]:
     """How far CoCoFL is ahead of those that obey the same budgets, here and in the paper."""
     notes = []
-    labels = {one.strategy for one in results}
-    for label in _ordered(label for label in labels if label.partition(".")[0] == "cocofl"):
+    for label in labels_of(one for one in results if strategy_of(one.strategy) == "cocofl"):
         ours = spread(results, row, label, STATISTICS[0], metric)
         parts = []
         for rival in RIVALS:
@@ -199,9 +202,20 @@ def _ahead(collection: Collection, results: Sequence[Result], row: str, metric: 
     return notes
 
 
-def _groups_note(collection: Collection, row: str) -> list[str]:
-    has_groups = any((row, "cocofl", group) in collection.published for group in ("strong", "weak"))
-    return ["accuracies of groups beside the paper's: `cocofl reproduce fairness`"] * has_groups
+def longest(results: Iterable[Result]) -> list[Result]:
+    """Those with the most rounds: runs of other lengths do not compare."""
+    found = list(results)
+    rounds = max((one.rounds for one in found), default=0)
+    return [one for one in found if one.rounds == rounds]
+
+
+def _kinds(results: Sequence[Result]) -> list[str]:
+    return [kind for kind in STATISTICS if any(one.statistics == kind for one in results)]
+
+
+def groups_of(results: Sequence[Result]) -> list[str]:
+    """The groups of devices, in their order."""
+    return list(dict.fromkeys(group for one in results for group in one.groups))
 
 
 def _percent(found: Spread | None) -> str:

@@ -1,0 +1,71 @@
+"""The figures of studies, drawn from results; each returns the files that were written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cocofl.fl.local import STATISTICS
+from cocofl.profiling import ProfileTable
+from cocofl.report import studies
+from cocofl.report.findings import Spread
+from cocofl.report.profiles import blocks_figure, profiling_figure, save
+from cocofl.reproduction.collection import ABLATION, Collection
+from cocofl.reproduction.plans import SELECTIONS, VARIANTS, limited_label, strategy_of
+from cocofl.reproduction.results import Result, spread
+from cocofl.reproduction.tables import groups_of, labels_of, longest
+
+
+def fairness(collection: Collection, results: Sequence[Result], row: str, path: Path) -> list[Path]:
+    """The accuracy of each group of devices under each strategy."""
+    own = longest(one for one in results if one.row == row and one.strategy != "centralized")
+    labels, groups = labels_of(own), groups_of(own)
+    ours = {g: [spread(own, row, one, STATISTICS[0], g) for one in labels] for g in groups}
+    known = {
+        g: [collection.published.get((row, strategy_of(one), g)) for one in labels] for g in groups
+    }
+    return save(studies.groups_figure(labels, ours, known, row), path)
+
+
+def ablation(
+    results: Sequence[Result], limits: Sequence[float], tables: Sequence[ProfileTable], path: Path
+) -> list[Path]:
+    """Variants over the limit: without gains, with gains, and the blocks that fit."""
+    panels = {
+        "without gains": {v: _over(results, limits, variant=v, costs="f") for v in VARIANTS},
+        "with gains": {v: _over(results, limits, variant=v) for v in VARIANTS},
+    }
+    spans = {one.variant: one for one in tables if one.method == "span"}
+    return save(studies.limits_figure(limits, panels, spans), path)
+
+
+def selectors(results: Sequence[Result], limits: Sequence[float], path: Path) -> list[Path]:
+    """Ways to select a span, over the limit."""
+    series = {f"{s}+{o}": _over(results, limits, selector=s, over=o) for s, o in SELECTIONS}
+    return save(studies.selectors_figure(limits, series), path)
+
+
+def profiling(tables: Sequence[ProfileTable], path: Path) -> list[Path]:
+    """Int8 spans against widths, one figure per machine; and the blocks that a limit leaves."""
+    widths = [one for one in tables if one.method == "width"]
+    spans = [one for one in tables if one.method == "span"]
+    written: list[Path] = []
+    for one in (one for one in spans if one.variant == "qff"):
+        figure = profiling_figure([one, *widths], f"{one.model}: what each configuration costs")
+        mark = "-published" if one.source == "published" else ""
+        written += save(figure, path.with_name(path.name + mark))
+    ours = [one for one in spans if one.source != "published"]
+    if ours:
+        blocks = blocks_figure(ours, f"{ours[0].model}: what a limit leaves to train")
+        written += save(blocks, path.with_name(f"{path.name}-blocks"))
+    return written
+
+
+def _over(
+    results: Sequence[Result], limits: Sequence[float], **options: str
+) -> list[Spread | None]:
+    own = longest(one for one in results if one.row == ABLATION)
+    return [
+        spread(own, ABLATION, limited_label(limit, **options), STATISTICS[0], "accuracy")
+        for limit in limits
+    ]
