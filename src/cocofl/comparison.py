@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from cocofl.config import Experiment
+from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
-from cocofl.experiment import CENTRAL_SPEEDUP, Run, make_executor, simulate
+from cocofl.experiment import CENTRAL_SPEEDUP, Run, make_executor, simulate, simulate_together
 
 # A seed that no comparison reports: what was chosen on it was not seen before.
 TUNING_SEED = 1_000_003
@@ -75,9 +76,15 @@ def compare(
     own = executor or make_executor(experiment)
 
     def play(one: Experiment, path: Path) -> Run:
-        central = CENTRAL_SPEEDUP if one.strategy.name == "centralized" else 1
-        announce(f"{path.relative_to(out)}", one.rounds // central)
+        announce(f"{path.relative_to(out)}", _rounds(one))
         return simulate(one, out=path, resume=resume, executor=own, watchers=watchers)
+
+    def play_seeds(base: Experiment, folder: Path) -> list[Run]:
+        if not isinstance(own, CohortExecutor):
+            return [play(base.changed({"seed": s}), folder / f"seed{s}") for s in seeds]
+        announce(f"{folder.relative_to(out)}, all seeds", _rounds(base))
+        several = {folder / f"seed{seed}": base.changed({"seed": seed}) for seed in seeds}
+        return simulate_together(several, resume=resume, executor=own, watchers=watchers)
 
     def best_rate(base: Experiment, folder: Path) -> float:
         shorter = base.changed({"seed": TUNING_SEED, "rounds": max(1, base.rounds * 2 // 3)})
@@ -99,19 +106,18 @@ def compare(
                 options = experiment.strategy.options if ours else {}
                 base = experiment.changed({"data.split": split}).with_strategy(strategy, **options)
                 lr = best_rate(base, out / split / "tuning" / name)
-                runs = [
-                    play(
-                        base.changed({"training.lr": lr, "seed": seed}),
-                        out / split / name / f"seed{seed}",
-                    )
-                    for seed in seeds
-                ]
+                runs = play_seeds(base.changed({"training.lr": lr}), out / split / name)
                 rows.append(_row(split, strategy, lr, runs))
                 tables[strategy] = "; ".join(runs[0].folder.about["tables"].values())
     finally:
         if executor is None:
             own.close()
     return Comparison(out, tuple(rows), len(seeds), tuple(lr_grid or ()), tables)
+
+
+def _rounds(experiment: Experiment) -> int:
+    central = experiment.strategy.name == "centralized"
+    return experiment.rounds // (CENTRAL_SPEEDUP if central else 1)
 
 
 def _row(split: str, strategy: str, lr: float, runs: Sequence[Run]) -> Row:

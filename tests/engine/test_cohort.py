@@ -16,7 +16,8 @@ from cocofl import Span, split
 from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
-from cocofl.experiment import Run, Setup, simulate
+from cocofl.errors import InvalidExperiment
+from cocofl.experiment import Run, Setup, simulate, simulate_together
 from cocofl.fl.local import Task, Workshop
 from cocofl.fl.spans import SpanWork
 from cocofl.freeze import KernelPlan
@@ -128,6 +129,13 @@ def test_engines_differ_less_than_float32_from_float64() -> None:
         assert apart < off
 
 
+def distance(one: Run, other: Run) -> float:
+    return max(
+        float((tensor.double() - other.state[key].double()).abs().max())
+        for key, tensor in one.state.items()
+    )
+
+
 class Stop:
     """A watcher that ends a run after some rounds, as a power cut would."""
 
@@ -158,3 +166,38 @@ def test_an_interrupted_cohort_goes_on_as_if_nothing_had_been(
     assert [r["loss"] for r in whole.rounds] == [r["loss"] for r in again.rounds]
     assert whole.state.keys() == again.state.keys()
     assert all(torch.equal(tensor, again.state[key]) for key, tensor in whole.state.items())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tolerance"), [("cocofl", 2e-2), ("heterofl", 1e-5), ("fjord", 1e-5)]
+)
+def test_seeds_that_run_together_give_what_each_gives_alone(
+    strategy: str, tolerance: float, tmp_path: Path
+) -> None:
+    base = Experiment.parse(TINY | {"strategy": {"name": strategy}})
+    several = {tmp_path / f"seed{seed}": base.changed({"seed": seed}) for seed in (3, 4)}
+    together = simulate_together(several, executor=CohortExecutor("cpu", devices=5))
+    for run, one in zip(together, several.values(), strict=True):
+        alone = simulate(one, out=tmp_path / f"alone{one.seed}", executor=CohortExecutor("cpu"))
+        assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]
+        assert [r["bytes_up"] for r in alone.rounds] == [r["bytes_up"] for r in run.rounds]
+        assert alone.state.keys() == run.state.keys()
+        assert distance(alone, run) <= tolerance
+
+
+def test_seeds_that_run_together_are_resumed_together(tmp_path: Path) -> None:
+    base = Experiment.parse(TINY | {"rounds": 3})
+    several = {tmp_path / f"seed{seed}": base.changed({"seed": seed}) for seed in (0, 1)}
+    whole = {tmp_path / f"whole{one.seed}": one for one in several.values()}
+    expected = simulate_together(whole, executor=CohortExecutor("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        simulate_together(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
+    found = simulate_together(several, resume=True, executor=CohortExecutor("cpu"))
+    for one, other in zip(expected, found, strict=True):
+        assert distance(one, other) == 0
+
+
+def test_only_seeds_run_together(tmp_path: Path) -> None:
+    base = Experiment.parse(TINY)
+    with pytest.raises(InvalidExperiment, match="may differ in their seed only"):
+        simulate_together({tmp_path / "a": base, tmp_path / "b": base.changed({"rounds": 2})})

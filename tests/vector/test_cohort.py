@@ -53,7 +53,9 @@ def together(
     known = frozenset(key for key in cohort.program.sites.keys if key in state)
     cohort.train(cohort.rows_of([state]), [known], one.works, one.indices, one.valid)
     losses = cohort.losses.tolist()
-    return [(cohort.update(d, work), losses[d]) for d, work in enumerate(one.works)]
+    return [
+        (cohort.update(cohort.rows_now(d), work), losses[d]) for d, work in enumerate(one.works)
+    ]
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -167,7 +169,7 @@ def test_states_of_several_seeds_train_side_by_side() -> None:
     for d, work in enumerate(works):
         loaded = [((x[one.indices[s, d]],), y[one.indices[s, d]]) for s in range(2)]
         expected, _ = train_one(chain, states[d], work, loaded, SGD)
-        assert largest_difference(expected, cohort.update(d, work)) < 1e-9
+        assert largest_difference(expected, cohort.update(cohort.rows_now(d), work)) < 1e-9
 
 
 def test_too_many_devices_and_unknown_precisions_are_refused() -> None:

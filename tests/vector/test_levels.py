@@ -85,7 +85,7 @@ def test_two_rounds_in_float64(name: str, ordered: bool) -> None:
         levels = None
         if ordered:
             schedule = np.random.default_rng(seed).integers(0, [1, 2, 3], (3, 3))
-            levels = schedule, torch.zeros(3, cohort.statistics.shape[1]).double()
+            levels = schedule, torch.zeros(4, 3, cohort.statistics.shape[1]).double()
         cohort.train(cohort.rows_of([other]), [frozenset()], works, one.indices, one.valid, levels)
         expected, found = [], []
         for d, width in enumerate(WIDTHS):

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,16 @@ from cocofl.vector.memory import devices_that_fit
 from cocofl.vector.precision import Precision
 
 _SCALE_BYTES = 4
+
+Asked = tuple[Sequence[Task], State]
+"""What a run wants trained, and what its devices begin with."""
+
+
+class _Participant(NamedTuple):
+    """A device and the number of its run."""
+
+    run: int
+    task: Task
 
 
 class ResidentSplit:
@@ -144,7 +154,7 @@ class CohortExecutor:
         self._classes = materials.test.facts.num_classes
         self._cohort: Cohort | None = None
         self._alone = self._must_train_alone()
-        self._last: tuple[Mapping[str, Tensor], Rows] | None = None
+        self._held: dict[int, tuple[Mapping[str, Tensor], Rows]] = {}
         self._model: nn.Module | None = None
         self._sizes: dict[Span, int] = {}
 
@@ -166,42 +176,62 @@ class CohortExecutor:
         return self._workshop.plan
 
     def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """All devices that train spans at once, as far as memory goes."""
-        if not tasks:
+        """All devices at once, as far as memory goes."""
+        return (sent for _, sent in self._train([(tasks, state)]))
+
+    def train_together(self, asked: Sequence[Asked]) -> list[Iterable[Contribution]]:
+        """The devices of several runs at once, as far as memory goes."""
+        answers: list[list[Contribution]] = [[] for _ in asked]
+        for run, sent in self._train(asked, keep=True):
+            answers[run].append(sent)
+        return list(answers)
+
+    def _train(
+        self, asked: Sequence[Asked], *, keep: bool = False
+    ) -> Iterator[tuple[int, Contribution]]:
+        """Each device's contribution with the number of its run.
+
+        It is good until the next devices are trained, unless told to ``keep`` it.
+        """
+        states = [state for _, state in asked]
+        everyone = [
+            _Participant(run, task) for run, (tasks, _) in enumerate(asked) for task in tasks
+        ]
+        works = [one.task.work for one in everyone]
+        spans = all(isinstance(work, SpanWork) for work in works)
+        alone = self._alone or not everyone
+        cohort = None if alone else self._cohort_for(len(everyone))
+        if cohort is None or not (spans or all(map(self._narrow.can, works))):
+            yield from ((run, self._workshop.train(task, states[run])) for run, task in everyone)
             return
-        if self._alone:
-            yield from (self._workshop.train(task, state) for task in tasks)
-            return
-        cohort = self._cohort_for(len(tasks))
-        spans = all(isinstance(task.work, SpanWork) for task in tasks)
-        if not spans and not all(self._narrow.can(task.work) for task in tasks):
-            yield from (self._workshop.train(task, state) for task in tasks)
-            return
-        rows = self._rows(cohort, state)
-        known = frozenset(key for key in cohort.program.sites.keys if key in state)
-        for first in range(0, len(tasks), cohort.devices):
-            some = tasks[first : first + cohort.devices]
-            if spans:
-                yield from self._train_spans(cohort, some, rows, known)
-            else:
-                yield from self._train_widths(cohort, some, rows, state)
+        rows = Rows.below_each_other([self._rows(cohort, state) for state in states])
+        self._held = {id(state): self._held[id(state)] for state in states}
+        train_some = self._train_spans if spans else self._train_widths
+        copies = keep and len(everyone) > cohort.devices
+        for first in range(0, len(everyone), cohort.devices):
+            some = everyone[first : first + cohort.devices]
+            sent = train_some(cohort, some, rows, states, copies)
+            yield from ((one.run, own) for one, own in zip(some, sent, strict=True))
 
     def _train_spans(
-        self, cohort: Cohort, tasks: Sequence[Task], rows: Rows, known: frozenset[str]
+        self,
+        cohort: Cohort,
+        some: Sequence[_Participant],
+        rows: Rows,
+        states: Sequence[State],
+        copies: bool,
     ) -> Iterator[Contribution]:
-        works = [_device_work(task) for task in tasks]
-        indices, valid = _mini_batches(
-            [self._workshop.batches(task) for task in tasks], cohort.batch
-        )
-        torch.manual_seed(int(tasks[0].rng("dropout").integers(2**63)))
-        cohort.train(rows, [known], works, indices, valid)
+        works = [_device_work(task)._replace(state=run) for run, task in some]
+        known = [
+            frozenset(key for key in cohort.program.sites.keys if key in state) for state in states
+        ]
+        cohort.train(rows, known, works, *self._mini_batches(some))
         means = cohort.losses.tolist()
         sound, scales = _are_finite(cohort), (~cohort.measured.isnan()).sum(1).tolist()
-        for d, (task, work) in enumerate(zip(tasks, works, strict=True)):
-            own = Rows(cohort.parameters[d], cohort.statistics[d], cohort.measured[d])
-            tensors = _RowTensors(partial(_update, cohort, d, work), own)
+        for d, ((_, task), work) in enumerate(zip(some, works, strict=True)):
+            own = cohort.rows_now(d).clone() if copies else cohort.rows_now(d)
             yield _Sent(
-                tensors=tensors,
+                tensors=_RowTensors(partial(_update, cohort, own, work), own),
                 samples=len(task.indices),
                 loss=means[d],
                 size_bytes=self._tensor_bytes(cohort, work.span) + _SCALE_BYTES * scales[d],
@@ -209,19 +239,25 @@ class CohortExecutor:
             )
 
     def _train_widths(
-        self, cohort: Cohort, tasks: Sequence[Task], rows: Rows, state: State
+        self,
+        cohort: Cohort,
+        some: Sequence[_Participant],
+        rows: Rows,
+        states: Sequence[State],
+        copies: bool,
     ) -> Iterator[Contribution]:
-        indices, valid = _mini_batches(
-            [self._workshop.batches(task) for task in tasks], cohort.batch
-        )
-        works = [self._narrow.work(task) for task in tasks]
-        schedule = self._narrow.schedule(tasks, len(indices))
-        levels = None if schedule is None else (schedule, self._narrow.statistics_of(state))
-        torch.manual_seed(int(tasks[0].rng("dropout").integers(2**63)))
-        cohort.train(rows, [frozenset()], works, indices, valid, levels)
+        tasks = [task for _, task in some]
+        works = [self._narrow.work(task)._replace(state=run) for run, task in some]
+        indices, valid = self._mini_batches(some)
+        schedule, levels = self._narrow.schedule(tasks, len(indices)), None
+        if schedule is not None:
+            tracked = [self._narrow.statistics_of(state) for state in states]
+            levels = schedule, torch.stack([tracked[run] for run, _ in some])
+        cohort.train(rows, [frozenset()] * len(states), works, indices, valid, levels)
         means, sound = cohort.losses.tolist(), _are_finite(cohort)
         for d, task in enumerate(tasks):
             own = self._narrow.narrowed(task, d, schedule, valid[:, d])
+            own = own.clone() if copies else own
             yield _Sent(
                 tensors=_NarrowTensors(partial(self._narrow.tensors, own), own),
                 samples=len(task.indices),
@@ -230,6 +266,14 @@ class CohortExecutor:
                 size_bytes=self._narrow.sent_bytes(own),
                 sound=sound[d] and bool(np.isfinite(means[d])),
             )
+
+    def _mini_batches(
+        self, some: Sequence[_Participant]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        # Dropout draws from PyTorch's global generator: the same for the same devices.
+        torch.manual_seed(int(some[0].task.rng("dropout").integers(2**63)))
+        batches = [self._workshop.batches(task) for _, task in some]
+        return _mini_batches(batches, self._workshop.recipe.batch)
 
     def merger(self, strategy_merge: Merge) -> Merge:
         """Merge rows on the GPU."""
@@ -256,9 +300,9 @@ class CohortExecutor:
             assert isinstance(sent.tensors, _RowTensors)
             own, samples = sent.tensors.rows, samples + sent.samples
             for change, new, before in zip(changes, own[:2], old[:2], strict=True):
-                change.add_(new.double() - before[0].double(), alpha=sent.samples)
-            told = ~torch.isnan(own.scales)
-            sums += torch.where(told, own.scales.double(), 0.0) * sent.samples
+                change.add_(new[0].double() - before[0].double(), alpha=sent.samples)
+            told = ~torch.isnan(own.scales[0])
+            sums += torch.where(told, own.scales[0].double(), 0.0) * sent.samples
             weights += told * sent.samples
         moved = [
             (before[0].double() + change / samples).to(before.dtype)[None]
@@ -267,7 +311,7 @@ class CohortExecutor:
         scales = torch.where(weights > 0, (sums / weights).float(), old.scales[0])
         rows = Rows(moved[0], moved[1], scales[None])
         merged = dict(state) | cohort.state_of(Rows(*(part.cpu() for part in rows)))
-        self._last = merged, rows
+        self._held[id(merged)] = merged, rows
         return merged
 
     def _merge_nested(
@@ -283,14 +327,14 @@ class CohortExecutor:
         old = self._rows(self._cohort, state)
         sent = (one.tensors.own for one in _chained([first], iterator))
         merged, rows = self._narrow.merge(state, old, sent)
-        self._last = merged, rows
+        self._held[id(merged)] = merged, rows
         return merged
 
     def _rows(self, cohort: Cohort, state: Mapping[str, Tensor]) -> Rows:
         """The state as rows; usually they are where the last merge left them."""
-        if self._last is None or self._last[0] is not state:
-            self._last = state, cohort.rows_of([state])
-        return self._last[1]
+        if id(state) not in self._held:
+            self._held[id(state)] = state, cohort.rows_of([state])
+        return self._held[id(state)][1]
 
     def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
         """All devices at once, where nothing in the network runs device by device."""
@@ -358,7 +402,7 @@ class CohortExecutor:
     def _tensor_bytes(self, cohort: Cohort, span: Span) -> int:
         if span not in self._sizes:
             work = DeviceWork(span, "f", 0.0)
-            sent = cohort.update(0, work).items()
+            sent = cohort.update(cohort.rows_now(0), work).items()
             self._sizes[span] = sum(
                 t.nbytes for key, t in sent if key not in cohort.program.sites.place
             )
@@ -404,8 +448,8 @@ def _are_finite(cohort: Cohort) -> list[bool]:
     return found
 
 
-def _update(cohort: Cohort, device: int, work: DeviceWork) -> State:
-    return {key: tensor.cpu() for key, tensor in cohort.update(device, work).items()}
+def _update(cohort: Cohort, rows: Rows, work: DeviceWork) -> State:
+    return {key: tensor.cpu() for key, tensor in cohort.update(rows, work).items()}
 
 
 def _chained(first: Iterable[Contribution], rest: Iterator[Contribution]) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -39,6 +39,15 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Let go of what the executor holds."""
+
+
+class JointExecutor(Executor, Protocol):
+    """One that can carry out the tasks of several runs at once."""
+
+    def train_together(
+        self, asked: Sequence[tuple[Sequence[Task], State]]
+    ) -> list[Iterable[Contribution]]:
+        """Of each run its tasks and state; of each its devices' contributions."""
 
 
 class InProcess:

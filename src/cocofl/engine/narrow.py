@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,11 @@ class Narrowed:
     parameters: Tensor
     statistics: Mapping[int, Tensor]
     """By level; of those at which it took steps."""
+
+    def clone(self) -> Narrowed:
+        """A copy, which stays when the cohort trains again."""
+        statistics = {level: row.clone() for level, row in self.statistics.items()}
+        return replace(self, parameters=self.parameters.clone(), statistics=statistics)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.engine.executor import Executor
+from cocofl.engine.executor import Executor, JointExecutor
 from cocofl.errors import NoFeasibleSpan
 from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.evaluation import metrics
@@ -103,46 +103,135 @@ def run(
     """Play all rounds that the folder does not have yet; the state after the last one."""
     if folder.is_complete:
         return folder.model()
-    _refuse_if_nobody_can_train(job)
-    done, state = folder.rewind() or (0, job.initial)
-    plan_path = folder.path / PLAN
-    if plan_path.exists():
-        plan = KernelPlan.load(plan_path)
-    executor.prepare(job.materials, plan)
-    if not plan_path.exists():
-        if job.strategy.integers and job.materials.backend == "auto":
-            plan = executor.resolve_plan(state)
-        plan.save(plan_path)
-    workshop = Workshop(job.materials)  # to know where narrower networks lie in the full one
-    for round_index in range(done, job.rounds):
-        state, record, timing = play_round(job, executor, workshop, state, round_index)
-        folder.append(record, timing)
-        finished = round_index + 1
-        if finished % job.checkpoint_every == 0 and finished < job.rounds:
-            folder.save_checkpoint(finished, state)
+    game = _Game(job, folder)
+    game.prepare(executor, plan)
+    while not game.is_over:
+        planned = _plan(job, game.next_round)
+        sent = executor.train(planned.tasks, game.state)
+        game.settle(_finish(job, executor, game.workshop, game.state, planned, sent), watchers)
+    return game.end(watchers)
+
+
+def run_together(
+    jobs: Sequence[tuple[Job, RunFolder]],
+    executor: JointExecutor,
+    plan: KernelPlan,
+    watchers: Sequence[Watcher] = (),
+) -> None:
+    """Play several runs at once, which differ in their seed; watchers are told of the first."""
+    games = [_Game(job, folder) for job, folder in jobs if not folder.is_complete]
+    if not games:
+        return
+    games[0].prepare(executor, plan)
+    for game in games[1:]:
+        game.obey(games[0])
+    watching = {id(game): watchers if i == 0 else () for i, game in enumerate(games)}
+    while under_way := [game for game in games if not game.is_over]:
+        planned = [_plan(game.job, game.next_round) for game in under_way]
+        asked = [(p.tasks, game.state) for p, game in zip(planned, under_way, strict=True)]
+        answers = executor.train_together(asked)
+        for game, p, sent in zip(under_way, planned, answers, strict=True):
+            outcome = _finish(game.job, executor, game.workshop, game.state, p, sent)
+            game.settle(outcome, watching[id(game)])
+    for game in games:
+        game.end(watching[id(game)])
+
+
+class _Game:
+    """A run under way: the server's state, and the folder that keeps it."""
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        _refuse_if_nobody_can_train(job)
+        self.job, self.folder = job, folder
+        self.next_round, self.state = folder.rewind() or (0, job.initial)
+        self.workshop = Workshop(job.materials)  # knows where narrower networks lie in the full one
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rounds are played."""
+        return self.next_round >= self.job.rounds
+
+    def prepare(self, executor: Executor, plan: KernelPlan) -> None:
+        """Get the executor ready, with the kernels that this run began with or begins with now."""
+        path = self.folder.path / PLAN
+        if path.exists():
+            plan = KernelPlan.load(path)
+        executor.prepare(self.job.materials, plan)
+        if not path.exists():
+            if self.job.strategy.integers and self.job.materials.backend == "auto":
+                plan = executor.resolve_plan(self.state)
+            plan.save(path)
+
+    def obey(self, other: _Game) -> None:
+        """Use the kernels that another run uses, which is played together with this one."""
+        if not (self.folder.path / PLAN).exists():
+            KernelPlan.load(other.folder.path / PLAN).save(self.folder.path / PLAN)
+
+    def settle(self, outcome: Outcome, watchers: Sequence[Watcher]) -> None:
+        """Write a round down."""
+        self.state, record, timing = outcome
+        self.folder.append(record, timing)
+        self.next_round += 1
+        if self.next_round % self.job.checkpoint_every == 0 and not self.is_over:
+            self.folder.save_checkpoint(self.next_round, self.state)
         for watcher in watchers:
             watcher.on_round(record)
-    folder.save_model(state, job.rounds)
-    for watcher in watchers:
-        watcher.on_end()
-    return state
+
+    def end(self, watchers: Sequence[Watcher]) -> State:
+        """Keep the model."""
+        self.folder.save_model(self.state, self.job.rounds)
+        for watcher in watchers:
+            watcher.on_end()
+        return self.state
+
+
+Outcome = tuple[State, Record, Record]
+"""The new state, what is to be known of the round, and how long its parts took."""
+
+
+class _Planned(NamedTuple):
+    """A round before anything is trained."""
+
+    round_index: int
+    begin: float
+    asked: list[_Asked]
+    tasks: list[Task]
 
 
 def play_round(
     job: Job, executor: Executor, workshop: Workshop, state: State, round_index: int
-) -> tuple[State, Record, Record]:
-    """One round: the new state, what is to be known of it, and how long its parts took."""
+) -> Outcome:
+    """One round."""
+    planned = _plan(job, round_index)
+    sent = executor.train(planned.tasks, state)
+    return _finish(job, executor, workshop, state, planned, sent)
+
+
+def _plan(job: Job, round_index: int) -> _Planned:
     begin = time.perf_counter()
     asked = _ask(job, round_index)
     training = [one for one in asked if one.fate == "merged"]
     tasks = [_task(job, one.device, one.plan, round_index) for one in training]
+    return _Planned(round_index, begin, asked, tasks)
+
+
+def _finish(
+    job: Job,
+    executor: Executor,
+    workshop: Workshop,
+    state: State,
+    planned: _Planned,
+    answers: Iterable[Contribution],
+) -> Outcome:
+    """Merge what was sent, and evaluate."""
+    round_index, begin, asked, tasks = planned
     fates = {one.device: one.fate for one in asked}
     losses: list[float] = []
     bytes_up = 0
 
     def accepted() -> Iterator[Contribution]:
         nonlocal bytes_up
-        for task, sent in zip(tasks, executor.train(tasks, state), strict=True):
+        for task, sent in zip(tasks, answers, strict=True):
             bytes_up += sent.nbytes
             if not sent.is_finite:
                 fates[task.device] = "rejected"

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cocofl.config import Experiment
+from cocofl.engine.cohort import CohortExecutor
+from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import DataNotFound
-from cocofl.experiment import CENTRAL_SPEEDUP, load_data, make_executor, simulate
+from cocofl.experiment import CENTRAL_SPEEDUP, load_data, make_executor, simulate_together
 from cocofl.reproduction.plans import Planned
 from cocofl.runlog import RunFolder
 
@@ -34,13 +36,24 @@ def play(
         return problems
     executor = make_executor(todo[0].experiment)
     try:
-        for one in todo:
-            experiment, path = one.experiment, out / str(one.name)
-            announce(str(one.name), _rounds(experiment))
-            simulate(experiment, out=path, resume=True, executor=executor, watchers=watchers)
+        for some in _at_once(todo, executor):
+            names = [str(one.name) for one in some]
+            announce(", ".join(names), _rounds(some[0].experiment))
+            several = {out / str(one.name): one.experiment for one in some}
+            simulate_together(several, resume=True, executor=executor, watchers=watchers)
     finally:
         executor.close()
     return problems
+
+
+def _at_once(planned: Sequence[Planned], executor: Executor) -> list[list[Planned]]:
+    """A cohort plays the seeds of one experiment at once, other executors one after the other."""
+    groups: dict[tuple[object, ...], list[Planned]] = {}
+    for i, one in enumerate(planned):
+        name = one.name
+        together = isinstance(executor, CohortExecutor)
+        groups.setdefault((name.row, name.label, name.rounds) if together else (i,), []).append(one)
+    return list(groups.values())
 
 
 def _with_data(planned: Sequence[Planned]) -> tuple[list[Planned], list[str]]:

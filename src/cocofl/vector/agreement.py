@@ -120,7 +120,7 @@ def _together(chain: BlockChain, works: list[DeviceWork], inputs: tuple[Any, ...
     indices = np.broadcast_to(np.arange(batch), (1, len(works), batch)).copy()
     rows = cohort.rows_of([chain_state(chain)])
     cohort.train(rows, [frozenset()], works, indices, np.full((1, len(works)), batch))
-    return [cohort.update(d, work) for d, work in enumerate(works)]
+    return [cohort.update(cohort.rows_now(d), work) for d, work in enumerate(works)]
 
 
 def _difference(expected: State, found: State, begin: State, tolerance: float) -> str | None:

@@ -62,6 +62,15 @@ class Rows(NamedTuple):
     statistics: Tensor
     scales: Tensor
 
+    def clone(self) -> Rows:
+        """A copy."""
+        return Rows(*(rows.clone() for rows in self))
+
+    @classmethod
+    def below_each_other(cls, several: Sequence[Rows]) -> Rows:
+        """All states of several."""
+        return several[0] if len(several) == 1 else cls(*map(torch.cat, zip(*several, strict=True)))
+
 
 @dataclass(frozen=True)
 class _Traits:
@@ -183,18 +192,22 @@ class Cohort:
             if values[place] == values[place]
         }
 
-    def update(self, device: int, work: DeviceWork) -> State:
-        """What a device sends: the tensors and scales of the blocks it trained."""
+    def rows_now(self, device: int) -> Rows:
+        """What a device has learned, (1, place); until the cohort trains again."""
+        here = slice(device, device + 1)
+        return Rows(self.parameters[here], self.statistics[here], self.measured[here])
+
+    def update(self, rows: Rows, work: DeviceWork) -> State:
+        """What a device with these rows sends: tensors and scales of the blocks it trained."""
         slots, sent = self.program.slots, State()
-        rows = ((slots.parameters, self.parameters), (slots.statistics, self.statistics))
-        for kind, own in rows:
+        for kind, own in ((slots.parameters, rows.parameters), (slots.statistics, rows.statistics)):
             for key, slot in kind.by_key.items():
                 if slot.block in work.span:
-                    sent[key] = slot.of(own)[device].clone()
+                    sent[key] = slot.of(own)[0].clone()
         for key, block in slots.constants.items():
             if block in work.span:
                 sent[key] = self._constants[key].clone()
-        return sent | self._scales_of(self.measured[device])
+        return sent | self._scales_of(rows.scales[0])
 
     # A round
 
@@ -211,7 +224,7 @@ class Cohort:
 
         ``known`` are the scales that each state has. There may be fewer works than room. With
         ``levels`` each step is taken at one of the narrower networks: at which, (step, device),
-        and the statistics that each of them begins with, (level, place).
+        and the statistics that they begin with, (device, level, place).
         """
         traits = self._begin(states, known, works)
         room = self.devices - len(works)

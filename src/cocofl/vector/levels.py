@@ -65,9 +65,12 @@ class Levels:
         return self._factors[index.to(self._factors.device)] != 0
 
     def begin(self, schedule: NDArray[np.int64], statistics: Tensor) -> None:
-        """The levels of a round, (step, device), and what statistics begin with, (level, place)."""
+        """The levels of a round, (step, device), and what statistics begin with.
+
+        These are (device, level, place).
+        """
         self._schedule = torch.from_numpy(schedule).to(self._now.device)
-        self.statistics[:, : len(statistics)] = statistics
+        self.statistics[: len(statistics), : statistics.shape[1]] = statistics
 
     def go_to(self, step: int) -> None:
         """The next step's levels."""
