@@ -52,6 +52,12 @@ def test_a_device_trains_the_widths_that_fit(
     assert (str(plans[1].work), plans[1].work.widths) == fjord  # type: ignore[attr-defined]
 
 
+def test_a_transformer_has_no_other_widths_than_its_own() -> None:
+    situation = Situation(0, 0, Budget(time=0.11), 1.0, np.random.default_rng(0))
+    for name in ("heterofl", "fjord"):
+        assert STRATEGIES[name](WidthTables(is_text=True)).plan(situation) is None
+
+
 def test_a_device_that_nothing_fits_sits_out() -> None:
     situation = Situation(0, 0, Budget(time=0.05), 1.0, np.random.default_rng(0))
     for name in ("heterofl", "fjord"):

@@ -16,7 +16,8 @@ WIDTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
     """Of five widths those that fit; ``distillation`` is the teacher's share of the loss.
 
-    A device that even the lowest does not fit trains at the widest of the table that does.
+    A device that even the lowest does not fit trains at the widest of the table that does. A
+    Transformer, whose widths have to suit its heads, has no others.
     """
     if not 0 <= distillation <= 1:
         raise InvalidSetting(f"strategy.distillation is {distillation}; expected 0 to 1")
@@ -25,9 +26,11 @@ def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
 
     def plan(situation: Situation) -> Plan | None:
         fitting = feasible_widths(table, situation.budget)
-        if not fitting:
+        widths = tuple(width for width in levels if width in fitting)
+        if not widths and not tables.is_text:
+            widths = tuple(fitting[-1:])
+        if not widths:
             return None
-        widths = tuple(width for width in levels if width in fitting) or (fitting[-1],)
         # A device must be able to train at its widest; on average it is faster.
         return Plan(OrderedWork(widths, distillation), time_share(table, widths, situation.budget))
 
