@@ -8,6 +8,7 @@ one for the sums and one for the gradient. Sums have a fixed order, so runs repe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
 _TILE = 2048  # elements that a program holds at a time
 _PROGRAMS = 2048  # enough of them to fill a large GPU
 _CHUNKS = 128  # partial sums per channel, at most
+
+# Triton compiles a kernel anew for sizes and addresses that are multiples of 16, and each takes a
+# third of a second. Only the channels and the large tensors gain from it: these do not.
+_SIZES = ("n", "turns", "chunks", "per_chunk", "devices", "weight_stride", "bias_stride")
+_SIZES += ("layer_stride", "mean_stride", "variance_stride", "offset_stride")
+_OF_DEVICES = ("ROWS", "CAP", "WITH_BATCH", "TRACKS", "MOMENTUM", "FLY", "UNSIGNED", "MEASURED")
+_OF_DEVICES += ("SCALE", "PER_STEP", "LOW", "HIGH", "Z_SCALE", "Z_PER_STEP", "Z_LOW", "Z_HIGH")
+_OF_DEVICES += ("WEIGHT", "BIAS", "LAYER_BIAS", "RUNNING_MEAN", "RUNNING_VARIANCE")
+_compiled_once = partial(
+    triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_DEVICES
+)
 
 
 def _blocks(n: int, channels: int) -> tuple[int, int]:
@@ -72,7 +84,7 @@ def largest(x: Tensor, rows: Tensor | None) -> Tensor:
     return partial.amax(1) / SIGNED_LEVELS
 
 
-@triton.jit
+@_compiled_once
 def _moments(Y, ROWS, MEAN, SQUARES, n, channels, turns, BN: tl.constexpr, BC: tl.constexpr):
     """Mean and sum of squared deviations of one chunk of rows."""
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -99,7 +111,7 @@ def _moments(Y, ROWS, MEAN, SQUARES, n, channels, turns, BN: tl.constexpr, BC: t
     tl.store(SQUARES + at, tl.maximum(squares_of_all, 0.0), mask=c < channels)
 
 
-@triton.jit
+@_compiled_once
 def _coefficients(
     MEAN, SQUARES, ROWS, WEIGHT, BIAS, LAYER_BIAS, RUNNING_MEAN, RUNNING_VARIANCE, MOMENTUM,
     WITH_BATCH, TRACKS, FROZEN_FACTOR, FROZEN_OFFSET,
@@ -187,7 +199,7 @@ def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
     return out
 
 
-@triton.jit
+@_compiled_once
 def _finish(
     Y, FACTOR, OFFSET, ADDEND, Z, SCALE, PER_STEP, LOW, HIGH, upper, offset_stride, n, channels,
     HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_ADDEND: tl.constexpr,
@@ -271,7 +283,7 @@ def _before(
     return g
 
 
-@triton.jit
+@_compiled_once
 def _back_sums(
     G, Z, Y, MEAN, FACTOR, OFFSET, ROWS, CAP, SCALE, PER_STEP, LOW, HIGH,
     Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, SUM_G, SUM_GY, n, channels, turns,
@@ -302,7 +314,7 @@ def _back_sums(
     tl.store(SUM_GY + at, tl.sum(sum_gy, 0)[None, :], mask=c < channels)
 
 
-@triton.jit
+@_compiled_once
 def _back_coefficients(
     SUM_G, SUM_GY, FACTOR, RSTD, WITH_BATCH, ROWS, SHIFT, SLOPE, WEIGHT, BIAS, n, channels, chunks,
     BC: tl.constexpr, BK: tl.constexpr,
@@ -327,7 +339,7 @@ def _back_coefficients(
     tl.store(BIAS + at, sum_g, mask=inside)
 
 
-@triton.jit
+@_compiled_once
 def _back(
     G, Z, Y, MEAN, FACTOR, OFFSET, SHIFT, SLOPE, ROWS, CAP, SCALE, PER_STEP, LOW, HIGH,
     Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, SHARE, OUT, n, channels,
@@ -424,7 +436,7 @@ def total(g: Tensor, rows: Tensor) -> Tensor:
     return g.sum(1, dtype=torch.float32)
 
 
-@triton.jit
+@_compiled_once
 def _measured(MEASURED, FLY, UNSIGNED, SCALE, PER_STEP, LOW, HIGH, OUT, devices, BD: tl.constexpr):
     d = tl.arange(0, BD)
     inside = d < devices
