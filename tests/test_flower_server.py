@@ -5,26 +5,23 @@ The grid here hands messages straight to functions; real processes are in other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
-from flwr.supercore.task_identity import TaskIdentity
 
 from cocofl.config import Experiment
 from cocofl.errors import InvalidBudget, InvalidExperiment
-from cocofl.experiment import open_folder
-from cocofl.flower import client
 from cocofl.flower.app import run_config, write_app
 from cocofl.flower.records import read_update, update_reply
-from cocofl.flower.server import Server, serve
+from cocofl.flower.server import Server
 from cocofl.flower.settings import Deployment, node_budget, read_run_config
 from cocofl.runlog import same_state
+from tests import flower_grid
+from tests.flower_grid import Direct, Node, device
 
 TINY = {
     "rounds": 2,
@@ -36,73 +33,10 @@ TINY = {
     "flower.wait_s": 0.01,
 }
 
-Node = Callable[[Message], Message | None]
-
-
-class Direct(Grid):
-    """A grid whose nodes are functions; a node that returns None does not answer."""
-
-    def __init__(self, nodes: dict[int, Node]) -> None:
-        self.nodes, self.replies = nodes, {}
-        self.sent: list[Message] = []
-
-    def set_run(self, run: Any) -> None: ...
-
-    @property
-    def run(self) -> Any: ...
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self.nodes)
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        ids = []
-        for message in messages:
-            name = str(len(self.sent))
-            message.metadata.__dict__["_message_id"] = name
-            self.sent.append(message)
-            self.replies[name] = self.nodes[message.metadata.dst_node_id](message)
-            ids.append(name)
-        return ids
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        (name,) = message_ids
-        reply = self.replies[name]
-        if isinstance(reply, Exception):
-            raise reply
-        return [] if reply is None else [reply]
-
-    def send_and_receive(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
-
-
-def device(number: int, of: int = 2, **config: Any) -> Node:
-    """An honest device with its own node config."""
-    node_config = {"partition-id": number, "num-partitions": of, **config}
-
-    def answer(message: Message) -> Message:
-        context = Context(1, number, node_config, RecordDict(), {})
-        return client.app(message, context)
-
-    return answer
-
-
-def settings(folder: Path, **changes: Any) -> tuple[Experiment, Deployment]:
-    dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return read_run_config({**TINY, "flower.folder": str(folder), **dotted})
-
 
 def play(folder: Path, nodes: dict[int, Node], **changes: Any):
-    experiment, deployment = settings(folder, **changes)
-    grid = Direct(nodes)
-    server = Server(grid, experiment, deployment)
-    run = open_folder(folder, experiment, resume=deployment.resume)
-    return serve(server, run), run.metrics(), grid
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    return flower_grid.play(folder, nodes, {**TINY, **dotted})
 
 
 def test_devices_train_what_fits_and_send_only_that(tmp_path: Path) -> None:
