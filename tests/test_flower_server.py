@@ -19,6 +19,8 @@ from cocofl.flower.app import run_config, write_app
 from cocofl.flower.records import read_update, update_reply
 from cocofl.flower.server import Server
 from cocofl.flower.settings import Deployment, node_budget, read_run_config
+from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.workspace import Settings
 from cocofl.runlog import same_state
 from tests import flower_grid
 from tests.flower_grid import Direct, Node, device
@@ -147,6 +149,45 @@ def test_a_device_without_room_sits_out(tmp_path: Path) -> None:
     assert (rounds[0]["merged"], rounds[0]["infeasible"]) == (1, 1)
 
 
+def test_seconds_and_bytes_are_measured_with_the_device_s_own_table(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    settings = Settings("resnet10-digits", "span", "qff", batch=16, options=(("tiny", True),))
+    analytic_table(settings).save(table)
+    # 479 samples, 30 steps: full training takes 18 ms, the last block alone 1.2 ms.
+    spans = {}
+    for name, budget in {
+        "time": {"time": "2ms"},
+        "memory": {"memory": "100kB"},
+        "upload": {"upload": "5kB"},
+        "ample": {"time": "1min", "memory": "1GB", "upload": "1MB"},
+    }.items():
+        node = device(0, 3, profile=str(table), **budget)
+        _, rounds, _ = play(tmp_path / name, {1: node}, rounds=1, flower__nodes=1)
+        spans[name] = rounds[0]["devices"][0][2]
+    assert spans["ample"] == "0:6"
+    assert spans["time"] == spans["memory"] == "5:6"
+    assert spans["upload"] in ("0:1", "1:2", "2:3", "5:6")
+
+
+def test_seconds_mean_nothing_without_a_table_of_this_device() -> None:
+    for limit in ({"time": "30s"}, {"memory": "200MB"}):
+        with pytest.raises(InvalidBudget, match="give profile in the node config"):
+            node_budget(limit, 10)
+    assert node_budget({"upload": "2MB", "time": "50%"}, 10).upload_bytes == 2e6
+
+
+def test_the_limits_of_an_update_are_in_the_run_config(tmp_path: Path) -> None:
+    for key, value in (("max_change", 1e-6), ("max_samples", 10)):
+        _, rounds, _ = play(
+            tmp_path / key,
+            {1: device(0)},
+            rounds=1,
+            flower__nodes=1,
+            **{f"flower__{key}": value},
+        )
+        assert (rounds[0]["merged"], rounds[0]["rejected"]) == (0, 1)
+
+
 def test_a_budget_may_come_from_a_file_that_changes(tmp_path: Path) -> None:
     file = tmp_path / "budget.toml"
     file.write_text("time = 0.0\n")
@@ -154,7 +195,7 @@ def test_a_budget_may_come_from_a_file_that_changes(tmp_path: Path) -> None:
 
     def freed(message: Message) -> Message:
         reply = node(message)
-        file.write_text('time = 1.0\nmemory = "2GB"\n')
+        file.write_text('time = 1.0\nupload = "1MB"\n')
         return reply
 
     _, rounds, _ = play(tmp_path / "run", {1: device(0), 2: freed})
