@@ -93,7 +93,7 @@ def await_rounds(folder: Path, count: int, within_s: float = 600) -> None:
     end = time.monotonic() + within_s
     while len(RunFolder(folder).metrics()) < count:
         assert time.monotonic() < end, f"{count} rounds did not come about"
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
 def await_file(path: Path, within_s: float = 120) -> None:
@@ -222,7 +222,14 @@ def kill_something(network: Loopback, node: Any, kind: int) -> bool:
     return kind < 2
 
 
-SOAK = {**CONFIG, "rounds": ROUNDS, "evaluation.every": 10, "flower.nodes": 2}
+SOAK = {
+    **CONFIG,
+    "rounds": ROUNDS,
+    "evaluation.every": 10,
+    "flower.nodes": 2,
+    "flower.per_round": 2,
+    "flower.round_s": 60.0,
+}
 
 
 def soak_node(number: int, table: Path) -> dict[str, Any]:
@@ -235,7 +242,7 @@ def soak(folder: Path, table: Path, kills: random.Random) -> dict[str, Any]:
     begin = time.monotonic()
     killed, memory = [0, 0, 0], []
     with Loopback(folder) as network:
-        app, run = make_app(network, **SOAK | {"flower.round_s": 30.0})
+        app, run = make_app(network, **SOAK)
         configs = [soak_node(number, table) for number in range(3)]
         nodes = [start(network, number, **config) for number, config in enumerate(configs)]
         run_id = network.submit(app)
@@ -285,10 +292,10 @@ def test_a_soak_with_kills_ends_as_well_as_an_undisturbed_run(tmp_path: Path) ->
     table = tmp_path / "table.json"
     settings = Settings("resnet10-digits", "span", "qff", batch=16, options=(("tiny", True),))
     analytic_table(settings).save(table)
+    wild = soak(tmp_path / "wild", table, random.Random(0))
     # Nothing disturbs devices that are functions.
     calm = {number: device(number, 3, **soak_node(number, table)) for number in range(3)}
     _, undisturbed, _ = play(tmp_path / "calm", calm, SOAK)
-    wild = soak(tmp_path / "wild", table, random.Random(0))
     remember(test="soak", undisturbed_accuracy=undisturbed[-1]["accuracy"], **wild)
     assert wild["lost_rounds"] == 0
     assert wild["rejected"] == 0, "nobody lied"
