@@ -5,6 +5,7 @@ The grid here hands messages straight to functions; real processes are in other 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cocofl.flower.records import read_update, update_reply
 from cocofl.flower.server import Server
 from cocofl.flower.settings import Deployment, node_budget, read_run_config
 from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.workspace import Settings
 from cocofl.runlog import same_state
 from tests import flower_grid
@@ -149,10 +151,15 @@ def test_a_device_without_room_sits_out(tmp_path: Path) -> None:
     assert (rounds[0]["merged"], rounds[0]["infeasible"]) == (1, 1)
 
 
-def test_seconds_and_bytes_are_measured_with_the_device_s_own_table(tmp_path: Path) -> None:
-    table = tmp_path / "table.json"
+def table_of(path: Path, hardware: Hardware | None = None) -> str:
+    """A profile table for the tiny network."""
     settings = Settings("resnet10-digits", "span", "qff", batch=16, options=(("tiny", True),))
-    analytic_table(settings).save(table)
+    replace(analytic_table(settings), hardware=hardware).save(path)
+    return str(path)
+
+
+def test_seconds_and_bytes_are_measured_with_the_device_s_own_table(tmp_path: Path) -> None:
+    table = table_of(tmp_path / "table.json")
     # 479 samples, 30 steps: full training takes 18 ms, the last block alone 1.2 ms.
     spans = {}
     for name, budget in {
@@ -161,12 +168,25 @@ def test_seconds_and_bytes_are_measured_with_the_device_s_own_table(tmp_path: Pa
         "upload": {"upload": "5kB"},
         "ample": {"time": "1min", "memory": "1GB", "upload": "1MB"},
     }.items():
-        node = device(0, 3, profile=str(table), **budget)
+        node = device(0, 3, profile=table, **budget)
         _, rounds, _ = play(tmp_path / name, {1: node}, rounds=1, flower__nodes=1)
         spans[name] = rounds[0]["devices"][0][2]
     assert spans["ample"] == "0:6"
     assert spans["time"] == spans["memory"] == "5:6"
     assert spans["upload"] in ("0:1", "1:2", "2:3", "5:6")
+
+
+def test_a_device_trains_with_the_threads_that_its_table_is_about(tmp_path: Path) -> None:
+    table = table_of(tmp_path / "table.json", Hardware.here(2))
+    seen = []
+    try:
+        for more in ({}, {"threads": 3}):
+            node = device(0, 3, profile=table, **more)
+            play(tmp_path / str(more), {1: node}, rounds=1, flower__nodes=1)
+            seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [2, 3]
 
 
 def test_seconds_mean_nothing_without_a_table_of_this_device() -> None:
