@@ -11,11 +11,11 @@ import httpx
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from safetensors.torch import load, save
 from torch import Tensor
 
 from cocofl.errors import RejectedUpdate
 from cocofl.fl.merge import Contribution, State
+from cocofl.runlog import state_bytes, state_from_bytes
 
 STATE, REQUEST, UPDATE, ABOUT = "state", "request", "update", "about"
 _BYTES = "cocofl.bytes"
@@ -31,12 +31,12 @@ def state_record(state: Mapping[str, Tensor]) -> ArrayRecord:
     Flower fetches every array with a request of its own: one array per tensor kept a SuperLink
     busy for seconds in every round.
     """
-    return _bytes_record(STATE, save({key: t.contiguous() for key, t in state.items()}))
+    return _bytes_record(STATE, state_bytes(state))
 
 
 def state_of(record: ArrayRecord) -> State:
     """The state again."""
-    return load(record[STATE].data)
+    return state_from_bytes(record[STATE].data)
 
 
 def _bytes_record(name: str, payload: bytes) -> ArrayRecord:
