@@ -103,6 +103,13 @@ def await_file(path: Path, within_s: float = 120) -> None:
         time.sleep(0.05)
 
 
+def await_end(network: Loopback, pid: int, within_s: float = 60) -> None:
+    end = time.monotonic() + within_s
+    while pid in network.processes():
+        assert time.monotonic() < end, f"process {pid} does not end"
+        time.sleep(0.2)
+
+
 def remember(**figures: Any) -> None:
     file = os.environ.get("COCOFL_FAULT_FIGURES")
     print(json.dumps(figures))
@@ -177,11 +184,14 @@ def test_a_server_killed_resumes_without_losing_a_round(tmp_path: Path, what: st
         network.submit(app)
         await_rounds(folder, 2)
         time.sleep(random.uniform(0.5, 3))
+        first = server_app(network)
         if what == "serverapp":
-            os.kill(server_app(network), signal.SIGKILL)
+            os.kill(first, signal.SIGKILL)
         else:
             kill_group(network.link)
             network.link = network.start_link()
+        # A ServerApp without its SuperLink ends by itself: two must not write into one folder.
+        await_end(network, first)
         kept = RunFolder(folder).metrics()
         run_id = network.submit(app, {"flower.resume": True})
         await_run(network, run_id, folder)
