@@ -218,18 +218,22 @@ def memory_mb(network: Loopback) -> dict[str, int]:
 
 
 def kill_something(network: Loopback, node: Any, kind: int) -> bool:
-    """The device as a whole, its SuperNode, or what trains; whether a SuperNode is gone."""
+    """The device as a whole, its SuperNode, or what trains; whether there was such a thing."""
     if kind == 0:
         kill_group(node)
-    elif kind == 1:
+        return True
+    if kind == 1:
         node.kill()
         node.wait()
-    else:
-        for pid, words in network.processes().items():
-            with suppress(ProcessLookupError):
-                if "flwr-clientapp" in words and os.getpgid(pid) == node.pid:
-                    os.kill(pid, signal.SIGKILL)
-    return kind < 2
+        return True
+    training = [pid for pid, words in network.processes().items() if "flwr-clientapp" in words]
+    found = False
+    for pid in training:
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) == node.pid:
+                os.kill(pid, signal.SIGKILL)
+                found = True
+    return found
 
 
 SOAK = {
@@ -263,8 +267,8 @@ def soak(folder: Path, table: Path, kills: random.Random) -> dict[str, Any]:
             if done % 10 == 0:
                 victim, kind = kills.randrange(3), kills.randrange(3)
                 time.sleep(kills.uniform(0, 8))
-                killed[kind] += 1
-                if kill_something(network, nodes[victim], kind):
+                killed[kind] += kill_something(network, nodes[victim], kind)
+                if nodes[victim].poll() is not None:
                     nodes[victim] = start(network, victim, **configs[victim])
         await_run(network, run_id, run)
         left = await_few(network)
