@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,15 @@ import pytest
 from cocofl.experiment import Run
 from cocofl.flower.app import write_app
 from cocofl.flower.keys import make_certificates
-from cocofl.flower.loopback import Loopback
+from cocofl.flower.loopback import DeploymentFailed, Loopback
 from cocofl.flower.trial import await_run
 
+COCOFL = Path(sys.executable).with_name("cocofl")
+PAGE = Path(__file__).parent.parent / "docs" / "deployment.md"
 CONFIG = {
     "rounds": 1,
-    "model.options.tiny": True,
+    "model.name": "task:network",
+    "data.name": "task:samples",
     "training.batch": 16,
     "evaluation.every": 1,
     "engine.kernels": "reference",
@@ -26,11 +31,13 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory) -> Iterator[Loopback]:
-    folder = tmp_path_factory.mktemp("secure")
-    with Loopback(folder, secure=True) as network:
-        yield network
+def users_app(folder: Path) -> Path:
+    """An app with the two functions that the documentation shows, in a module beside it."""
+    app = write_app(Path("app"), {**CONFIG, "flower.folder": str(folder)})
+    found = re.search(r"^```python\n(# task\.py\n.*?)^```$", PAGE.read_text(), re.M | re.S)
+    assert found is not None
+    (app / "task.py").write_text(found[1])
+    return app
 
 
 def exit_code(process, within_s: float = 120) -> int:
@@ -42,36 +49,56 @@ def log_of(network: Loopback, name: str) -> str:
     return (network.folder / f"{name}.log").read_text()
 
 
-def test_tls_and_keys_let_the_right_ones_in_and_nobody_else(network: Loopback) -> None:
-    strong, weak = ({"time": part, "memory": part, "upload": part} for part in (1.0, 0.4))
-    for number, budget in enumerate((strong, weak)):
-        node = {"partition-id": number, "num-partitions": 2, **budget}
-        network.start_node(f"node{number}", node, key=network.new_key(f"key{number}"))
-    stranger = network.start_node("stranger", key=network.new_key("stranger", register=False))
-    anonymous = network.start_node("anonymous")
-    other = make_certificates(network.folder / "other")
-    key = network.new_key("fooled", register=False)
-    fooled = network.start_node("fooled", key=key, authority=other.authority)
+def test_tls_and_keys_let_the_right_ones_in_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # relative paths are good enough for people
+    folder = tmp_path / "run"
+    with Loopback(Path("network"), secure=True) as network:
+        strong, weak = (dict.fromkeys(("time", "memory", "upload"), part) for part in (1.0, 0.6))
+        for number, budget in enumerate((strong, weak)):
+            network.start_node(f"node{number}", budget, key=network.new_key(f"key{number}"))
+        stranger = network.start_node("stranger", key=network.new_key("stranger", register=False))
+        anonymous = network.start_node("anonymous")
+        other = make_certificates(network.folder / "other")
+        key = network.new_key("fooled", register=False)
+        fooled = network.start_node("fooled", key=key, authority=other.authority)
 
-    folder = network.folder / "run"
-    app = write_app(network.folder / "app", {**CONFIG, "flower.folder": str(folder)})
-    await_run(network, network.submit(app), folder)
-    run = Run.open(folder)
-    (record,) = run.rounds
-    assert record["merged"] == 2
-    assert len(record["devices"]) == 2, "the others were never nodes"
-    assert {span for _, _, span, _ in record["devices"]} > {"0:6"}
-    assert record["accuracy"] > 0
+        await_run(network, network.submit(users_app(folder)), folder)
+        (record,) = Run.open(folder).rounds
+        assert record["merged"] == 2
+        assert len(record["devices"]) == 2, "the others were never nodes"
+        assert {span for _, _, span, _ in record["devices"]} > {"0:3"}
+        assert "accuracy" in record
 
-    for refused in (stranger, anonymous, fooled):
-        assert exit_code(refused) not in (0, -15)
-    assert "Failed to activate" in log_of(network, "stranger")
-    assert "CERTIFICATE_VERIFY_FAILED" in log_of(network, "fooled")
+        for refused in (stranger, anonymous, fooled):
+            assert exit_code(refused) not in (0, -15)
+        assert "Failed to activate" in log_of(network, "stranger")
+        assert "CERTIFICATE_VERIFY_FAILED" in log_of(network, "fooled")
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_nothing_is_left_behind_and_failures_are_told(tmp_path: Path) -> None:
     with Loopback(tmp_path) as network:
         network.start_node("node0")
-        time.sleep(2)
+        with pytest.raises(DeploymentFailed, match=r"no-such-app/pyproject\.toml"):
+            network.submit(tmp_path / "no-such-app")
+        time.sleep(1)
         assert len(network.processes()) >= 2
     assert network.processes() == {}
+
+
+@pytest.mark.slow
+def test_a_first_try_is_one_command(tmp_path: Path) -> None:
+    words = ["flower", "up", "--supernodes", "3", "--set", "rounds=2", "--secure"]
+    done = subprocess.run(
+        [COCOFL, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.splitlines()
+    assert [line.count("merged") for line in shown if line.startswith("round")] == [3, 3]
+    assert len(Run.open(tmp_path / "runs" / "flower" / "run").rounds) == 2
+    again = subprocess.run(
+        [COCOFL, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert again.returncode != 0
+    assert "name another folder with --out" in again.stdout + again.stderr

@@ -10,6 +10,8 @@ import os
 import random
 import signal
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ import pytest
 
 from cocofl.flower.app import write_app
 from cocofl.flower.loopback import Loopback
-from cocofl.flower.trial import await_run
+from cocofl.flower.trial import BUDGETS, await_run
+from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.workspace import Settings
 from cocofl.runlog import RunFolder
+from tests.flower_grid import device, play
 
 pytestmark = pytest.mark.faults
 
@@ -36,7 +41,7 @@ CONFIG: dict[str, Any] = {
 }
 # A ClientApp with a bad day: what it does is in its node config.
 MISCHIEF = """
-import os, signal, time
+import os, pathlib, signal, time
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from cocofl.flower.client import train as honest
@@ -49,6 +54,9 @@ def train(message, context):
     does = context.node_config.get("does", "")
     if does == "hang":
         time.sleep(3600)
+    if does == "tell":
+        pathlib.Path(context.node_config["mark"]).touch()
+        time.sleep(3)
     if does == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if does == "garbage":
@@ -63,18 +71,17 @@ def train(message, context):
 def make_app(network: Loopback, **changes: Any) -> tuple[Path, Path]:
     """An app with mischief in it, and its run folder."""
     folder = network.folder / "run"
-    dotted = {key.replace("__", "."): value for key, value in changes.items()}
     app = network.folder / "app"
-    write_app(app, {**CONFIG, "flower.folder": str(folder), **dotted})
+    write_app(app, {**CONFIG, "flower.folder": str(folder), **changes})
     (app / "mischief.py").write_text(MISCHIEF)
     text = (app / "pyproject.toml").read_text()
     (app / "pyproject.toml").write_text(text.replace("cocofl.flower.client:app", "mischief:app"))
     return app, folder
 
 
-def start(network: Loopback, number: int, of: int = 3, does: str = "") -> Any:
-    config = {"partition-id": number, "num-partitions": of, "does": does}
-    return network.start_node(f"node{number}", config)
+def start(network: Loopback, number: int, key: Path | None = None, **config: Any) -> Any:
+    whole = {"partition-id": number, "num-partitions": 3, **config}
+    return network.start_node(f"node{number}", whole, key=key)
 
 
 def kill_group(process: Any) -> None:
@@ -86,6 +93,20 @@ def await_rounds(folder: Path, count: int, within_s: float = 600) -> None:
     end = time.monotonic() + within_s
     while len(RunFolder(folder).metrics()) < count:
         assert time.monotonic() < end, f"{count} rounds did not come about"
+        time.sleep(0.5)
+
+
+def await_file(path: Path, within_s: float = 120) -> None:
+    end = time.monotonic() + within_s
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come about"
+        time.sleep(0.05)
+
+
+def await_end(network: Loopback, pid: int, within_s: float = 60) -> None:
+    end = time.monotonic() + within_s
+    while pid in network.processes():
+        assert time.monotonic() < end, f"process {pid} does not end"
         time.sleep(0.2)
 
 
@@ -116,24 +137,36 @@ def test_a_node_that_misbehaves_costs_its_own_update_only(
     remember(test="node", does=does, rounds=len(rounds), fates=[r["devices"] for r in rounds])
 
 
-def test_a_node_killed_in_training_comes_back(tmp_path: Path) -> None:
-    with Loopback(tmp_path) as network:
+@pytest.mark.parametrize("secure", [False, True], ids=["open", "keys"])
+def test_a_node_killed_in_training_comes_back(tmp_path: Path, secure: bool) -> None:
+    mark = tmp_path / "training"
+    with Loopback(tmp_path / "network", secure=secure) as network:
         app, folder = make_app(network, rounds=8)
-        nodes = [start(network, number) for number in range(3)]
+        keys = [network.new_key(f"key{number}") if secure else None for number in range(3)]
+        nodes = [start(network, number, keys[number]) for number in range(2)]
+        nodes.append(start(network, 2, keys[2], does="tell", mark=str(mark)))
         run_id = network.submit(app)
         await_rounds(folder, 1)
-        time.sleep(1)
+        mark.unlink()
+        await_file(mark)
         kill_group(nodes[2])
-        await_rounds(folder, 3)
-        start(network, 2)
+        starts = 0
+        while len(RunFolder(folder).metrics()) < 8:
+            if nodes[2].poll() is not None:  # as its systemd unit would
+                nodes[2] = start(network, 2, keys[2])
+                starts += 1
+            time.sleep(10)
         await_run(network, run_id, folder)
     rounds = RunFolder(folder).metrics()
-    assert len(rounds) == 8
     merged = [record["merged"] for record in rounds]
-    assert merged[0] == 3
-    assert min(merged) >= 2, "the round goes on without it"
+    assert merged[:2] == [3, 2], "the round in which it died goes on without it"
+    assert min(merged) >= 2
     assert merged[-1] == 3, "it is back"
-    remember(test="killed and back", rounds=len(rounds), merged=merged, lost_rounds=0)
+    # Its key is refused until the SuperLink has noticed that the first one is dead.
+    assert (starts > 1) == secure
+    nodes_seen = {device[0] for record in rounds for device in record["devices"]}
+    assert len(nodes_seen) == (3 if secure else 4), "with a key it is the same node as before"
+    remember(test="killed and back", secure=secure, merged=merged, starts=starts)
 
 
 def server_app(network: Loopback) -> int:
@@ -142,81 +175,147 @@ def server_app(network: Loopback) -> int:
     return pid
 
 
-def test_a_server_killed_resumes_without_losing_a_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["serverapp", "superlink"])
+def test_a_server_killed_resumes_without_losing_a_round(tmp_path: Path, what: str) -> None:
     with Loopback(tmp_path) as network:
         app, folder = make_app(network, rounds=6)
         for number in range(3):
             start(network, number)
-        run_id = network.submit(app)
+        network.submit(app)
         await_rounds(folder, 2)
-        time.sleep(random.uniform(0, 3))
-        os.kill(server_app(network), signal.SIGKILL)
+        time.sleep(random.uniform(0.5, 3))
+        first = server_app(network)
+        if what == "serverapp":
+            os.kill(first, signal.SIGKILL)
+        else:
+            kill_group(network.link)
+            network.link = network.start_link()
+        # A ServerApp without its SuperLink ends by itself: two must not write into one folder.
+        await_end(network, first)
         kept = RunFolder(folder).metrics()
         run_id = network.submit(app, {"flower.resume": True})
         await_run(network, run_id, folder)
     rounds = RunFolder(folder).metrics()
     assert [record["round"] for record in rounds] == list(range(1, 7))
-    # The last line may have been of a round whose checkpoint was not written yet.
-    finished = kept[:-1]
-    assert rounds[: len(finished)] == finished
-    remember(test="server killed", rounds=len(rounds), killed_after=len(kept), lost_rounds=0)
+    assert rounds[: len(kept)] == kept, "no finished round was lost or played again"
+    assert [record["merged"] for record in rounds] == [3] * 6
+    remember(test="server killed", what=what, rounds=len(rounds), killed_after=len(kept))
 
 
-def memory_mb(network: Loopback) -> float:
-    """What the SuperLink and the ServerApp hold; ClientApps live for one message each."""
-    total = 0
+PROGRAMS = {"link": "flower-superlink", "server": "flwr-serverapp", "nodes": "flower-supernode"}
+
+
+def memory_mb(network: Loopback) -> dict[str, int]:
+    """What lasts from round to round; a ClientApp lives for one message."""
+    found = dict.fromkeys(PROGRAMS, 0)
     for pid, words in network.processes().items():
-        if "flower-superlink" in words or "flwr-serverapp" in words:
-            status = Path(f"/proc/{pid}/status").read_text()
-            total += int(status.partition("VmRSS:")[2].split()[0])
-    return total / 1024
+        for part, program in PROGRAMS.items():
+            if program in words:
+                with suppress(OSError, IndexError):  # it ended, or is ending, while we looked
+                    status = Path(f"/proc/{pid}/status").read_text()
+                    found[part] += int(status.partition("VmRSS:")[2].split()[0])
+    return {part: round(kilobytes / 1024) for part, kilobytes in found.items()}
 
 
-def soak(folder: Path, rounds: int, kills: random.Random | None) -> dict[str, Any]:
-    """Play rounds; every 10 or so a random node is killed, and started again a little later."""
-    killed, memory = 0, []
+def kill_something(network: Loopback, node: Any, kind: int) -> bool:
+    """The device as a whole, its SuperNode, or what trains; whether there was such a thing."""
+    if kind == 0:
+        kill_group(node)
+        return True
+    if kind == 1:
+        node.kill()
+        node.wait()
+        return True
+    training = [pid for pid, words in network.processes().items() if "flwr-clientapp" in words]
+    found = False
+    for pid in training:
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) == node.pid:
+                os.kill(pid, signal.SIGKILL)
+                found = True
+    return found
+
+
+SOAK = {
+    **CONFIG,
+    "rounds": ROUNDS,
+    "evaluation.every": 10,
+    "flower.nodes": 2,
+    "flower.per_round": 2,
+    "flower.round_s": 60.0,
+}
+
+
+def soak_node(number: int, table: Path) -> dict[str, Any]:
+    shares = dict.fromkeys(("time", "memory", "upload"), BUDGETS[number])
+    return {"profile": str(table), **shares}
+
+
+def soak(folder: Path, table: Path, kills: random.Random) -> dict[str, Any]:
+    """Play rounds; every tenth something of a random device is killed, at a random moment."""
+    begin = time.monotonic()
+    killed, memory = [0, 0, 0], []
     with Loopback(folder) as network:
-        app, run = make_app(
-            network, rounds=rounds, evaluation__every=10, flower__nodes=2, flower__round_s=30.0
-        )
-        nodes = {number: start(network, number) for number in range(3)}
+        app, run = make_app(network, **SOAK)
+        configs = [soak_node(number, table) for number in range(3)]
+        nodes = [start(network, number, **config) for number, config in enumerate(configs)]
         run_id = network.submit(app)
-        for done in range(1, rounds):
-            await_rounds(run, done, within_s=3600)
+        for done in range(1, ROUNDS):
+            await_rounds(run, done, within_s=900)
             if done % 5 == 0:
                 memory.append(memory_mb(network))
-            if kills is not None and done % 10 == 0:
-                victim = kills.randrange(3)
-                time.sleep(kills.uniform(0, 3))
-                # Now the device as a whole, now the SuperNode alone.
-                os.kill(nodes[victim].pid, signal.SIGKILL)
-                if killed % 2 == 0:
-                    kill_group(nodes[victim])
-                nodes[victim].wait()
-                killed += 1
-                nodes[victim] = start(network, victim)
+            if done % 10 == 0:
+                victim, kind = kills.randrange(3), kills.randrange(3)
+                time.sleep(kills.uniform(0, 8))
+                killed[kind] += kill_something(network, nodes[victim], kind)
+                if nodes[victim].poll() is not None:
+                    nodes[victim] = start(network, victim, **configs[victim])
         await_run(network, run_id, run)
-    left = network.processes()
+        left = await_few(network)
     metrics = RunFolder(run).metrics()
     return {
         "rounds": len(metrics),
-        "kills": killed,
-        "lost_rounds": rounds - len(metrics),
-        "rejected": sum(record["rejected"] for record in metrics),
-        "late": sum(record["late"] for record in metrics),
-        "lost_updates": sum(record["lost"] for record in metrics),
+        "minutes": round((time.monotonic() - begin) / 60),
+        "killed": dict(zip(("device", "supernode", "clientapp"), killed, strict=True)),
+        "lost_rounds": ROUNDS - len(metrics),
+        "merged": sum(record["merged"] for record in metrics),
+        **{fate: sum(record[fate] for record in metrics) for fate in ("late", "lost", "rejected")},
+        "rounds_without_updates": sum(record["merged"] == 0 for record in metrics),
         "accuracy": metrics[-1]["accuracy"],
-        "memory_start_mb": round(memory[1]) if len(memory) > 1 else None,
-        "memory_end_mb": round(memory[-1]) if memory else None,
-        "processes_left": len(left),
+        "memory_mb": [memory[index] for index in (1, len(memory) // 2, -1)],
+        "processes_before_closing": left,
+        "processes_after_closing": len(network.processes()),
     }
 
 
+def await_few(network: Loopback, within_s: float = 120) -> dict[str, int]:
+    """What runs when the run is over, after a while: how many of each program."""
+    end = time.monotonic() + within_s
+    while True:
+        programs = [Path(words.split()[1]).name for words in network.processes().values()]
+        found = Counter(programs)
+        if found == IDLE or time.monotonic() > end:
+            return dict(found)
+        time.sleep(1)
+
+
+IDLE = {"flower-superlink": 1, "flower-supernode": 3, "flower-superexec": 4}
+
+
 def test_a_soak_with_kills_ends_as_well_as_an_undisturbed_run(tmp_path: Path) -> None:
-    calm = soak(tmp_path / "calm", ROUNDS, None)
-    wild = soak(tmp_path / "wild", ROUNDS, random.Random(0))
-    remember(test="soak", calm=calm, wild=wild)
+    table = tmp_path / "table.json"
+    settings = Settings("resnet10-digits", "span", "qff", batch=16, options=(("tiny", True),))
+    analytic_table(settings).save(table)
+    wild = soak(tmp_path / "wild", table, random.Random(0))
+    # Nothing disturbs devices that are functions.
+    calm = {number: device(number, 3, **soak_node(number, table)) for number in range(3)}
+    _, undisturbed, _ = play(tmp_path / "calm", calm, SOAK)
+    remember(test="soak", undisturbed_accuracy=undisturbed[-1]["accuracy"], **wild)
     assert wild["lost_rounds"] == 0
-    assert wild["processes_left"] == 0
-    assert wild["accuracy"] >= calm["accuracy"] - 0.03
-    assert wild["memory_end_mb"] <= 1.2 * wild["memory_start_mb"] + 20
+    assert wild["rejected"] == 0, "nobody lied"
+    assert wild["accuracy"] >= undisturbed[-1]["accuracy"] - 0.03
+    assert wild["processes_before_closing"] == IDLE
+    assert wild["processes_after_closing"] == 0
+    first, _, last = wild["memory_mb"]
+    for part in PROGRAMS:
+        assert last[part] <= 1.1 * first[part] + 5, part

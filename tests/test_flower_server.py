@@ -5,26 +5,27 @@ The grid here hands messages straight to functions; real processes are in other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
-from flwr.supercore.task_identity import TaskIdentity
 
 from cocofl.config import Experiment
 from cocofl.errors import InvalidBudget, InvalidExperiment
-from cocofl.experiment import open_folder
-from cocofl.flower import client
 from cocofl.flower.app import run_config, write_app
 from cocofl.flower.records import read_update, update_reply
-from cocofl.flower.server import Server, serve
+from cocofl.flower.server import Server
 from cocofl.flower.settings import Deployment, node_budget, read_run_config
+from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.hardware import Hardware
+from cocofl.profiling.workspace import Settings
 from cocofl.runlog import same_state
+from tests import flower_grid
+from tests.flower_grid import Direct, Node, device
 
 TINY = {
     "rounds": 2,
@@ -36,73 +37,10 @@ TINY = {
     "flower.wait_s": 0.01,
 }
 
-Node = Callable[[Message], Message | None]
-
-
-class Direct(Grid):
-    """A grid whose nodes are functions; a node that returns None does not answer."""
-
-    def __init__(self, nodes: dict[int, Node]) -> None:
-        self.nodes, self.replies = nodes, {}
-        self.sent: list[Message] = []
-
-    def set_run(self, run: Any) -> None: ...
-
-    @property
-    def run(self) -> Any: ...
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self.nodes)
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        ids = []
-        for message in messages:
-            name = str(len(self.sent))
-            message.metadata.__dict__["_message_id"] = name
-            self.sent.append(message)
-            self.replies[name] = self.nodes[message.metadata.dst_node_id](message)
-            ids.append(name)
-        return ids
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        (name,) = message_ids
-        reply = self.replies[name]
-        if isinstance(reply, Exception):
-            raise reply
-        return [] if reply is None else [reply]
-
-    def send_and_receive(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
-
-
-def device(number: int, of: int = 2, **config: Any) -> Node:
-    """An honest device with its own node config."""
-    node_config = {"partition-id": number, "num-partitions": of, **config}
-
-    def answer(message: Message) -> Message:
-        context = Context(1, number, node_config, RecordDict(), {})
-        return client.app(message, context)
-
-    return answer
-
-
-def settings(folder: Path, **changes: Any) -> tuple[Experiment, Deployment]:
-    dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return read_run_config({**TINY, "flower.folder": str(folder), **dotted})
-
 
 def play(folder: Path, nodes: dict[int, Node], **changes: Any):
-    experiment, deployment = settings(folder, **changes)
-    grid = Direct(nodes)
-    server = Server(grid, experiment, deployment)
-    run = open_folder(folder, experiment, resume=deployment.resume)
-    return serve(server, run), run.metrics(), grid
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    return flower_grid.play(folder, nodes, {**TINY, **dotted})
 
 
 def test_devices_train_what_fits_and_send_only_that(tmp_path: Path) -> None:
@@ -213,6 +151,63 @@ def test_a_device_without_room_sits_out(tmp_path: Path) -> None:
     assert (rounds[0]["merged"], rounds[0]["infeasible"]) == (1, 1)
 
 
+def table_of(path: Path, hardware: Hardware | None = None) -> str:
+    """A profile table for the tiny network."""
+    settings = Settings("resnet10-digits", "span", "qff", batch=16, options=(("tiny", True),))
+    replace(analytic_table(settings), hardware=hardware).save(path)
+    return str(path)
+
+
+def test_seconds_and_bytes_are_measured_with_the_device_s_own_table(tmp_path: Path) -> None:
+    table = table_of(tmp_path / "table.json")
+    # 479 samples, 30 steps: full training takes 18 ms, the last block alone 1.2 ms.
+    spans = {}
+    for name, budget in {
+        "time": {"time": "2ms"},
+        "memory": {"memory": "100kB"},
+        "upload": {"upload": "5kB"},
+        "ample": {"time": "1min", "memory": "1GB", "upload": "1MB"},
+    }.items():
+        node = device(0, 3, profile=table, **budget)
+        _, rounds, _ = play(tmp_path / name, {1: node}, rounds=1, flower__nodes=1)
+        spans[name] = rounds[0]["devices"][0][2]
+    assert spans["ample"] == "0:6"
+    assert spans["time"] == spans["memory"] == "5:6"
+    assert spans["upload"] in ("0:1", "1:2", "2:3", "5:6")
+
+
+def test_a_device_trains_with_the_threads_that_its_table_is_about(tmp_path: Path) -> None:
+    table = table_of(tmp_path / "table.json", Hardware.here(2))
+    seen = []
+    try:
+        for more in ({}, {"threads": 3}):
+            node = device(0, 3, profile=table, **more)
+            play(tmp_path / str(more), {1: node}, rounds=1, flower__nodes=1)
+            seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [2, 3]
+
+
+def test_seconds_mean_nothing_without_a_table_of_this_device() -> None:
+    for limit in ({"time": "30s"}, {"memory": "200MB"}):
+        with pytest.raises(InvalidBudget, match="give profile in the node config"):
+            node_budget(limit, 10)
+    assert node_budget({"upload": "2MB", "time": "50%"}, 10).upload_bytes == 2e6
+
+
+def test_the_limits_of_an_update_are_in_the_run_config(tmp_path: Path) -> None:
+    for key, value in (("max_change", 1e-6), ("max_samples", 10)):
+        _, rounds, _ = play(
+            tmp_path / key,
+            {1: device(0)},
+            rounds=1,
+            flower__nodes=1,
+            **{f"flower__{key}": value},
+        )
+        assert (rounds[0]["merged"], rounds[0]["rejected"]) == (0, 1)
+
+
 def test_a_budget_may_come_from_a_file_that_changes(tmp_path: Path) -> None:
     file = tmp_path / "budget.toml"
     file.write_text("time = 0.0\n")
@@ -220,7 +215,7 @@ def test_a_budget_may_come_from_a_file_that_changes(tmp_path: Path) -> None:
 
     def freed(message: Message) -> Message:
         reply = node(message)
-        file.write_text('time = 1.0\nmemory = "2GB"\n')
+        file.write_text('time = 1.0\nupload = "1MB"\n')
         return reply
 
     _, rounds, _ = play(tmp_path / "run", {1: device(0), 2: freed})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from cocofl.freeze import chain_state, freeze
 from cocofl.models import MODELS
 from cocofl.span import Span
 
+Header = dict[str, Any]
 FUZZ = Path(__file__).parent.parent / "bench" / "fuzz_updates.py"
 
 
@@ -90,6 +93,60 @@ def test_only_one_whole_span_can_be_sent(sent) -> None:
         contract.encode(changed(contribution, **{key: tensor[:1]}))
     with pytest.raises(RejectedUpdate, match="float64"):
         contract.encode(changed(contribution, **{key: tensor.double()}))
+
+
+def rewritten(payload: bytes, about: dict[str, Any], edit: Callable[[Header], Any]) -> bytes:
+    """An update with other facts and another header, which can be as wrong as one likes."""
+    end = 8 + int.from_bytes(payload[:8], "little")
+    header = json.loads(payload[8:end])
+    facts = json.loads(header["__metadata__"]["cocofl"]) | about
+    header["__metadata__"]["cocofl"] = json.dumps(facts, separators=(",", ":"))
+    edit(header)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + payload[end:]
+
+
+def leave(_header: Header) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("reason", "about", "edit"),
+    [
+        ("format", {}, lambda header: header.update(unheard_of=header.pop("F32"))),
+        ("format", {}, lambda header: header.update(unheard_of=header["scales"])),
+        ("format", {}, lambda header: header.pop("scales")),
+        ("format", {}, lambda header: header["F32"].update(dtype="I32")),
+        ("format", {}, lambda header: header["F32"].update(shape=[1, *header["F32"]["shape"]])),
+        ("format", {"device": 7}, leave),
+        ("format", {"layout": "0" * 16}, leave),
+        ("format", {"span": [1, 2, 3]}, leave),
+        ("format", {"span": [1, 2], "scales": "0"}, leave),
+        ("span", {"span": [1, 7]}, leave),
+        ("span", {"span": [3, 1]}, leave),
+        ("scales", {"scales": "f" * 40}, leave),
+        ("format", {"scales": "0"}, leave),
+    ],
+)
+def test_only_one_whole_span_is_accepted(
+    sent, reason: str, about: dict[str, Any], edit: Callable[[Header], Any]
+) -> None:
+    """Unknown keys, other types and shapes, spans with holes or beyond the network."""
+    chain, state, contribution = sent
+    contract = Contract(chain)
+    payload = contract.encode(contribution)
+    assert rewritten(payload, {}, leave) == payload
+    with pytest.raises(RejectedUpdate) as caught:
+        contract.decode(rewritten(payload, about, edit), state)
+    assert caught.value.reason == reason
+
+
+def test_how_far_an_update_may_go_can_be_set(sent) -> None:
+    chain, state, contribution = sent
+    payload = Contract(chain).encode(contribution)
+    Contract(chain, Limits(max_change=1.0)).decode(payload, state)
+    with pytest.raises(RejectedUpdate, match=r"max_change = 1e-06"):
+        Contract(chain, Limits(max_change=1e-6)).decode(payload, state)
 
 
 @pytest.mark.parametrize(

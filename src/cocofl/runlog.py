@@ -125,11 +125,23 @@ class RunFolder:
 
 def write_state(path: Path, state: Mapping[str, Tensor], rounds_done: int) -> None:
     """Write a state whole or not at all, and only then under its name."""
+    content = state_bytes(state, {"rounds": str(rounds_done)})
+    _replace(path, lambda file: file.write(content))
+
+
+def state_bytes(state: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
+    """A state as safetensors; equal states give equal bytes."""
     # Here and below, because `import cocofl` costs torch and numpy only.
     from safetensors.torch import save  # noqa: PLC0415
 
-    content = save({key: t.contiguous() for key, t in state.items()}, {"rounds": str(rounds_done)})
-    _replace(path, lambda file: file.write(content))
+    return save({key: t.contiguous() for key, t in state.items()}, about)
+
+
+def state_from_bytes(content: bytes) -> State:
+    """The state again."""
+    from safetensors.torch import load  # noqa: PLC0415
+
+    return load(content)
 
 
 def read_state(path: Path) -> tuple[int, State]:

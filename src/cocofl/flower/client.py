@@ -10,7 +10,7 @@ budget-file    instead of these a TOML file with the same keys, read anew every 
 profile        the profile table made on this device, or measured:NAME; default: counted, analytic
 data-dir       the folder that the data function is given
 partition-id   with num-partitions: this device has one part of the data that everybody has
-threads        with how many threads it trains; default 1, as ``cocofl profile`` measures
+threads        with how many threads it trains; default: what the table was measured with, or 1
 kernels        int8 kernels, if not those that are fastest here
 ============== ===================================================================================
 """
@@ -36,6 +36,7 @@ from cocofl.flower.facts import with_shared_facts
 from cocofl.flower.records import read_request, update_reply
 from cocofl.flower.settings import alike_devices, node_budget
 from cocofl.flower.updates import Contract
+from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
 
 app = ClientApp()
@@ -54,7 +55,7 @@ class Device:
     """One node: its data, its profile table, its budget."""
 
     def __init__(self, node: Mapping[str, Any], node_id: int, settings: Mapping[str, Any]) -> None:
-        torch.set_num_threads(int(node.get("threads", 1)))
+        torch.set_num_threads(_threads(node))
         keep_freed_memory()
         self._node = node
         experiment = _own_experiment(Experiment.parse(settings["experiment"]), node)
@@ -88,6 +89,14 @@ class Device:
         contribution = workshop.train(task, state)
         remember_plan(kernels)
         return Contract(workshop.chain()).encode(contribution)
+
+
+def _threads(node: Mapping[str, Any]) -> int:
+    """As the device is told; else as its table was measured, whose seconds are for that many."""
+    if "threads" in node or "profile" not in node:
+        return int(node.get("threads", 1))
+    hardware = ProfileTable.load(str(node["profile"])).hardware
+    return hardware.threads if hardware is not None else 1
 
 
 def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experiment:

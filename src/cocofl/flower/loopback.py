@@ -189,18 +189,24 @@ class Loopback:
             raise DeploymentFailed(f"flwr {' '.join(words)}: {done.stdout}{done.stderr}")
         return done.stdout
 
+    def _flwr_json(self, *words: str) -> dict[str, Any]:
+        """The same as data; ``flwr`` tells of a failure here, and returns 0."""
+        shown = self.flwr(*words, "--format", "json")
+        answer: dict[str, Any] = json.loads(shown[shown.index("{") :])
+        if not answer["success"]:
+            raise DeploymentFailed(f"flwr {' '.join(words)}: {shown}")
+        return answer
+
     def submit(self, app: Path, changes: Mapping[str, Any] | None = None) -> int:
         """Start a run; its number."""
-        words = ["run", str(app), LINK, "--format", "json"]
+        words = ["run", str(app.absolute()), LINK]  # flwr itself runs in the folder
         for key, value in (changes or {}).items():
             words += ["-c", f"{key}={toml_value(value)}"]
-        shown = self.flwr(*words)
-        return int(json.loads(shown[shown.index("{") :])["run-id"])
+        return int(self._flwr_json(*words)["run-id"])
 
     def status(self, run_id: int) -> str:
         """What the SuperLink says about a run: ``running`` or ``finished:completed``, …"""
-        shown = self.flwr("ls", LINK, "--run-id", str(run_id), "--format", "json")
-        (run,) = json.loads(shown[shown.index("{") :])["runs"]
+        (run,) = self._flwr_json("ls", LINK, "--run-id", str(run_id))["runs"]
         return str(run["status"])
 
     def log(self, run_id: int) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
 from cocofl.errors import RejectedUpdate
 from cocofl.fl.merge import Contribution, State
+from cocofl.runlog import state_bytes, state_from_bytes
 
 STATE, REQUEST, UPDATE, ABOUT = "state", "request", "update", "about"
 _BYTES = "cocofl.bytes"
@@ -26,13 +26,21 @@ Reply = Message | Exception | None
 
 
 def state_record(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """A state as arrays, each under its own name: Flower sends what is equal only once."""
-    return ArrayRecord({key: Array(tensor.numpy()) for key, tensor in state.items()})
+    """A state as one array of bytes, a safetensors file.
+
+    Flower fetches every array with a request of its own: one array per tensor kept a SuperLink
+    busy for seconds in every round.
+    """
+    return _bytes_record(STATE, state_bytes(state))
 
 
 def state_of(record: ArrayRecord) -> State:
     """The state again."""
-    return {key: torch.from_numpy(array.numpy()) for key, array in record.items()}
+    return state_from_bytes(record[STATE].data)
+
+
+def _bytes_record(name: str, payload: bytes) -> ArrayRecord:
+    return ArrayRecord({name: Array("uint8", (len(payload),), _BYTES, payload)})
 
 
 def request(state: ArrayRecord, settings: Mapping[str, Any]) -> RecordDict:
@@ -51,8 +59,7 @@ def read_request(message: Message) -> tuple[State, Settings]:
 
 def update_reply(payload: bytes) -> RecordDict:
     """An update that is bytes already; none of them for a device that sits the round out."""
-    array = Array(dtype="uint8", shape=(len(payload),), stype=_BYTES, data=payload)
-    return RecordDict({UPDATE: ArrayRecord({UPDATE: array} if payload else {})})
+    return RecordDict({UPDATE: _bytes_record(UPDATE, payload) if payload else ArrayRecord()})
 
 
 def read_update(message: Message) -> bytes:

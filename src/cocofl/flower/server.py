@@ -135,7 +135,7 @@ class Server:
             "lr": lr,
             "simulated_s": 0.0,
             "bytes_up": bytes_up,
-            "bytes_broadcast": len(nodes) * sum(t.nbytes for t in state.values()),
+            "bytes_broadcast": len(nodes) * record.count_bytes(),
             "loss": round(float(np.mean(losses)), 6) if losses else None,
             **{status: fates.count(status) for status in STATUSES},
             "devices": [[one.node, "", one.span, one.fate] for one in answers],

@@ -7,6 +7,7 @@ written as a text: ``decay_rounds = "[600, 800]"``.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -99,7 +100,7 @@ def alike_devices(experiment: Experiment, count: int) -> Experiment:
 def node_budget(config: Mapping[str, Any], samples: int) -> Budget:
     """A device's budget: from its node config, or from a file that another process updates.
 
-    >>> str(node_budget({"time": "30s", "memory": 0.5}, 500))
+    >>> str(node_budget({"time": "30s", "memory": 0.5, "profile": "table.json"}, 500))
     'time ≤ 30 s for 500 samples, memory ≤ 0.5'
     """
     limits = {name: config[name] for name in _LIMITS if name in config}
@@ -110,7 +111,15 @@ def node_budget(config: Mapping[str, Any], samples: int) -> Budget:
                 f"the node config has budget-file and also {', '.join(limits)}; give one of them"
             )
         limits = _read_budget(Path(str(file)))
-    return Budget.parse(**limits, samples=samples)
+    budget = Budget.parse(**limits, samples=samples)
+    for name, value in (("time", budget.time_s), ("memory", budget.memory_bytes)):
+        if "profile" not in config and math.isfinite(value):
+            raise InvalidBudget(
+                f"{name} is {limits[name]!r}, but what spans cost on this device is not known: "
+                "give profile in the node config, a table that `cocofl profile` made here, or "
+                "give a fraction"
+            )
+    return budget
 
 
 def _read_budget(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from cocofl.runlog import Record, RunFolder
 
 # A strong, a medium and a weak device, and so on in turn.
 BUDGETS = (1.0, 2 / 3, 1 / 3)
-_ASK_S = 10.0
+_ASK_S = 15.0
 
 
 def try_out(
@@ -62,6 +62,7 @@ def await_run(
         for record in folder.metrics()[told:]:
             on_round(record)
             told += 1
+            ask_at = time.monotonic() + _ASK_S  # a run that gets on need not be asked how it is
         if complete:
             return
         if time.monotonic() > ask_at:
