@@ -64,6 +64,20 @@ def test_run_then_resume_then_evaluate(call: Call, tmp_path: Path) -> None:
     assert json.loads(tested.stdout)["accuracy"] == summary["accuracy"]
 
 
+def test_a_cohort_computes_where_it_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = call("run", "tiny.toml", "--device", "cpu", "--no-report")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path("runs/tiny/about.json").read_text())["engine"] == "cohort"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refused = call("run", "tiny.toml", "--device", "cuda", "--out", "elsewhere")
+    assert refused.returncode == 2
+    assert "was asked for a GPU, but there is none here" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not Path("elsewhere").exists()
+    tested = call("evaluate", "runs/tiny")
+    assert tested.returncode == 0, tested.stderr
+
+
 def test_compare_prints_one_table(call: Call, tmp_path: Path) -> None:
     words = ["--strategies", "cocofl,fedavg-full", "--seeds", "2", "--lr-grid", "0.1,0.2"]
     done = call("compare", "tiny.toml", *words, "--out", "both", "--json")

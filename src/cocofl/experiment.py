@@ -126,6 +126,8 @@ def simulate(
     # Whatever is wrong with the experiment is found before a folder is made for it.
     setup = Setup(experiment)
     job = setup.job()
+    if executor is None and engine_kind(experiment) == "cohort":
+        make_executor(experiment)  # also a GPU that is not there
     folder = open_folder(path, experiment, resume=resume)
     if folder.is_complete:
         return Run(folder)
@@ -183,7 +185,9 @@ def evaluate_run(
     """Test a run's model, also on other data or with other statistics (``changes``)."""
     found = Run.open(path)
     # No strategy is played, and the run's tables may lie on the machine that made it.
-    neutral = {"tables.spans": "auto", "tables.widths": "auto", **(changes or {})}
+    # So may the GPU that it was made with.
+    places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
+    neutral = {**places, "engine.kind": "auto", **(changes or {})}
     experiment = found.experiment.with_strategy("fedavg-full").changed(neutral)
     job = Setup(experiment).job()
     own = executor or make_executor(experiment)

@@ -54,7 +54,11 @@ def run(
     resume: Resume = False,
     out: Annotated[Path | None, typer.Option(help="The run folder; default: runs/NAME.")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="serial, or flower: Flower's simulation on Ray.")
+        str | None,
+        typer.Option(help="serial, cohort (default on a GPU), or flower: its simulation on Ray."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where a cohort computes: cuda, cuda:1, cpu.")
     ] = None,
     track: Annotated[
         list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; repeatable.")
@@ -67,6 +71,8 @@ def run(
     Example: cocofl run experiment.toml --set strategy.name=heterofl --out runs/heterofl
     """
     experiment = read_experiment(file, changes)
+    if device is not None:
+        experiment = experiment.changed({"engine.device": device, "engine.kind": "cohort"})
     if engine is not None:
         experiment = experiment.changed({"engine.kind": engine})
     path = out or Path("runs") / experiment.name
