@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cocofl import InvalidSetting, chain_state, split
+from cocofl import chain_state, split
 from cocofl.fl.merge import Contribution, merge_nested
 from cocofl.models import MODELS
 from cocofl.models.widths import embeds, places
@@ -116,10 +116,23 @@ def test_a_place_that_a_narrower_network_lacks_stays_zero() -> None:
     lacking = cohort.parameters[0][row == 0]
     assert len(lacking) > 0
     assert (lacking == 0).all()
-    for _ in range(22):
-        cohort.add_level(row)
-    with pytest.raises(InvalidSetting, match="at most 23 widths"):
-        cohort.add_level(row)
+
+
+def test_there_is_room_for_any_number_of_widths() -> None:
+    full = network("resnet18", 1.0)
+    x, y = full.example_input(SAMPLES).double(), torch.zeros(SAMPLES).long()  # type: ignore[operator]
+    chain = split(full, x[:BATCH])
+    cohort = Cohort(chain, lambda i: ((x[i],), y[i]), devices=2, batch=BATCH, precision="fp32")
+    slots = cohort.program.slots.parameters
+    widths = [0.1 + 0.05 * i for i in range(18)]
+    wheres = [places(full, MODELS["resnet18"](10, width=w, tiny=True)) for w in widths]
+    rows = [factor_row(slots, where) for where in wheres]
+    assert [cohort.add_level(row) for row in rows] == list(range(18))
+    assert cohort.levels is not None
+    found = cohort.levels.there([0, 17, None])
+    assert torch.equal(found[0], rows[0] != 0)
+    assert torch.equal(found[1], rows[17] != 0)
+    assert found[2].all()
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -182,6 +182,8 @@ class Cohort:
             self.levels = Levels(
                 slots.parameters, self.devices, slots.statistics.size, self.parameters
             )
+        if self.levels.is_full:
+            self._graphs.forget()
         return self.levels.add(factors)
 
     def _scales_of(self, row: Tensor) -> State:

@@ -19,6 +19,11 @@ class Graphs:
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
+    def forget(self) -> None:
+        """Capture anew: something that steps read has moved."""
+        self._seen.clear()
+        self._captured.clear()
+
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Take one step; all it reads and writes must stay where it is."""
         if not self._enabled:

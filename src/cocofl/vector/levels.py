@@ -15,12 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cocofl.errors import InvalidSetting
 from cocofl.models.widths import Place
 from cocofl.vector.slots import Slot, Slots
 
-# Rows of factors stay where captured steps read them, so their number is fixed.
-_CAPACITY = 24
+# Captured steps read rows of factors where they are: room for more than one is made at a time.
+_CAPACITY = 8
 
 
 def factor_row(
@@ -40,6 +39,7 @@ class Levels:
     def __init__(self, slots: Slots, devices: int, statistics: int, like: Tensor) -> None:
         """``statistics`` is the length of a row of them."""
         self._count, capacity = 0, _CAPACITY
+        # The last row stays: all of the network.
         self._factors = torch.ones(capacity, slots.size, dtype=like.dtype, device=like.device)
         self._now = torch.zeros(devices, dtype=torch.long, device=like.device)
         self._schedule = self._now[None]
@@ -51,10 +51,17 @@ class Levels:
             slot: slot.of(self._narrow).detach().requires_grad_() for slot in slots.all()
         }
 
+    @property
+    def is_full(self) -> bool:
+        """Whether one more needs other memory than captured steps know."""
+        return self._count == len(self._factors) - 1
+
     def add(self, factors: Tensor) -> int:
         """A narrower network by its row of factors; the number of its level."""
-        if self._count == _CAPACITY - 1:  # the last row stays: all of the network
-            raise InvalidSetting(f"a cohort knows at most {_CAPACITY - 1} widths")
+        if self.is_full:
+            more = torch.ones_like(self._factors)
+            self._factors = torch.cat([self._factors, more])
+            self.statistics = torch.cat([self.statistics, torch.zeros_like(self.statistics)], 1)
         self._factors[self._count] = factors
         self._count += 1
         return self._count - 1
