@@ -12,7 +12,7 @@ from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
-from cocofl.experiment import CENTRAL_SPEEDUP, Run, make_executor, simulate, simulate_together
+from cocofl.experiment import Run, make_executor, rounds_of, simulate, simulate_together
 
 # A seed that no comparison reports: what was chosen on it was not seen before.
 TUNING_SEED = 1_000_003
@@ -76,13 +76,13 @@ def compare(
     own = executor or make_executor(experiment)
 
     def play(one: Experiment, path: Path) -> Run:
-        announce(f"{path.relative_to(out)}", _rounds(one))
+        announce(f"{path.relative_to(out)}", rounds_of(one))
         return simulate(one, out=path, resume=resume, executor=own, watchers=watchers)
 
     def play_seeds(base: Experiment, folder: Path) -> list[Run]:
         if not isinstance(own, CohortExecutor):
             return [play(base.changed({"seed": s}), folder / f"seed{s}") for s in seeds]
-        announce(f"{folder.relative_to(out)}, all seeds", _rounds(base))
+        announce(f"{folder.relative_to(out)}, all seeds", rounds_of(base))
         several = {folder / f"seed{seed}": base.changed({"seed": seed}) for seed in seeds}
         return simulate_together(several, resume=resume, executor=own, watchers=watchers)
 
@@ -113,11 +113,6 @@ def compare(
         if executor is None:
             own.close()
     return Comparison(out, tuple(rows), len(seeds), tuple(lr_grid or ()), tables)
-
-
-def _rounds(experiment: Experiment) -> int:
-    central = experiment.strategy.name == "centralized"
-    return experiment.rounds // (CENTRAL_SPEEDUP if central else 1)
 
 
 def _row(split: str, strategy: str, lr: float, runs: Sequence[Run]) -> Row:

@@ -221,6 +221,12 @@ def engine_kind(experiment: Experiment) -> str:
     return "cohort" if torch.cuda.is_available() else "serial"
 
 
+def rounds_of(experiment: Experiment) -> int:
+    """How many rounds its run has: with all data in one place fewer than it says."""
+    central = experiment.strategy.name == "centralized"
+    return max(1, experiment.rounds // (CENTRAL_SPEEDUP if central else 1))
+
+
 def load_data(experiment: Experiment) -> DataSet:
     """The data set that the experiment names."""
     settings = experiment.data

@@ -6,6 +6,7 @@ round to round: the state that the round loop carries is a copy for checkpoints 
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -285,18 +286,16 @@ class CohortExecutor:
         self, state: Mapping[str, Tensor], contributions: Iterable[Contribution], places: Places
     ) -> State:
         """What :func:`cocofl.fl.merge.merge` gives, from rows instead of tensors by key."""
-        iterator = iter(contributions)
-        first = next(iterator, None)
-        if first is None or not isinstance(first.tensors, _RowTensors):
-            rest = [] if first is None else [first]
-            return merge(state, _chained(rest, iterator), places)
+        are_rows, everyone = _peeked(contributions, _RowTensors)
+        if not are_rows:
+            return merge(state, everyone, places)
         cohort = self._cohort
         assert cohort is not None
         old = self._rows(cohort, state)
         changes = [torch.zeros_like(rows[0], dtype=torch.float64) for rows in old[:2]]
         sums = torch.zeros_like(old.scales[0], dtype=torch.float64)
         weights, samples = torch.zeros_like(sums), 0
-        for sent in _chained([first], iterator):
+        for sent in everyone:
             assert isinstance(sent.tensors, _RowTensors)
             own, samples = sent.tensors.rows, samples + sent.samples
             for change, new, before in zip(changes, own[:2], old[:2], strict=True):
@@ -318,14 +317,12 @@ class CohortExecutor:
         self, state: Mapping[str, Tensor], contributions: Iterable[Contribution], places: Places
     ) -> State:
         """What :func:`cocofl.fl.merge.merge_nested` gives, from rows instead of tensors by key."""
-        iterator = iter(contributions)
-        first = next(iterator, None)
-        if first is None or not isinstance(first.tensors, _NarrowTensors):
-            rest = [] if first is None else [first]
-            return merge_nested(state, _chained(rest, iterator), places)
+        are_narrow, everyone = _peeked(contributions, _NarrowTensors)
+        if not are_narrow:
+            return merge_nested(state, everyone, places)
         assert self._cohort is not None
         old = self._rows(self._cohort, state)
-        sent = (one.tensors.own for one in _chained([first], iterator))
+        sent = (one.tensors.own for one in everyone)
         merged, rows = self._narrow.merge(state, old, sent)
         self._held[id(merged)] = merged, rows
         return merged
@@ -452,6 +449,10 @@ def _update(cohort: Cohort, rows: Rows, work: DeviceWork) -> State:
     return {key: tensor.cpu() for key, tensor in cohort.update(rows, work).items()}
 
 
-def _chained(first: Iterable[Contribution], rest: Iterator[Contribution]) -> Iterator[Any]:
-    yield from first
-    yield from rest
+def _peeked(
+    contributions: Iterable[Contribution], kind: type[_LazyTensors]
+) -> tuple[bool, Iterator[Any]]:
+    """Whether they are of a kind (all are, or none), and all of them still."""
+    iterator = iter(contributions)
+    first = list(itertools.islice(iterator, 1))
+    return any(isinstance(one.tensors, kind) for one in first), itertools.chain(first, iterator)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import DataNotFound
-from cocofl.experiment import CENTRAL_SPEEDUP, load_data, make_executor, simulate_together
+from cocofl.experiment import load_data, make_executor, rounds_of, simulate_together
 from cocofl.reproduction.plans import Planned
 from cocofl.runlog import RunFolder
 
@@ -38,7 +37,7 @@ def play(
     try:
         for some in _at_once(todo, executor):
             names = [str(one.name) for one in some]
-            announce(", ".join(names), _rounds(some[0].experiment))
+            announce(", ".join(names), rounds_of(some[0].experiment))
             several = {out / str(one.name): one.experiment for one in some}
             simulate_together(several, resume=True, executor=executor, watchers=watchers)
     finally:
@@ -69,8 +68,3 @@ def _with_data(planned: Sequence[Planned]) -> tuple[list[Planned], list[str]]:
             except DataNotFound as error:
                 problems[row] = f"{row} was not run: {error}"
     return [one for one in planned if one.name.row not in problems], list(problems.values())
-
-
-def _rounds(experiment: Experiment) -> int:
-    central = experiment.strategy.name == "centralized"
-    return max(1, experiment.rounds // CENTRAL_SPEEDUP) if central else experiment.rounds
