@@ -5,8 +5,10 @@ They listen on 127.0.0.1 only, live in one folder, and end with the ``with`` blo
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +25,7 @@ from cocofl.flower.keys import Certificates, make_certificates, make_node_key
 
 LINK = "loop"
 _HOST = "127.0.0.1"
+_PORTS = itertools.count(random.SystemRandom().randrange(10_000, 30_000))
 _PATIENCE_S = 120.0
 
 
@@ -246,9 +249,16 @@ def _program(name: str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, another one every time.
+
+    From below those that the system gives to outgoing connections: between this and the moment in
+    which a process listens there, one of them would take it now and then.
+    """
+    for port in itertools.islice(_PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((_HOST, port))
+            return port
+    raise DeploymentFailed(f"found no free port on {_HOST}")
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
