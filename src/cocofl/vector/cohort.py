@@ -131,7 +131,7 @@ class Cohort:
         def flags() -> Tensor:
             return torch.zeros(self.program.n_blocks, d, dtype=torch.bool, device=self.on)
 
-        self._roles = Roles(flags(), flags(), flags())
+        self._roles = Roles(flags(), flags(), flags(), flags())
         self._learns = torch.zeros(self.parameters.shape, dtype=torch.bool, device=self.on)
         self._own = torch.zeros_like(self._learns)
         self._nothing = rows(64)
@@ -295,13 +295,9 @@ class Cohort:
         if self._velocity is not None:
             self._velocity.zero_()
         self._lr.copy_(torch.tensor([work.lr for work in everyone], dtype=self._lr.dtype))
-        trained, with_batch, quantized = _role_masks(everyone, self.program.n_blocks)
-        for own, new in (
-            (self._roles.trained, trained),
-            (self._roles.with_batch, with_batch),
-            (self._roles.quantized, quantized),
-        ):
-            own.copy_(torch.from_numpy(new))
+        roles = _role_masks(everyone, self.program.n_blocks)
+        for kind, mask in roles.items():
+            getattr(self._roles, kind).copy_(torch.from_numpy(mask))
         self._learns.copy_(self._roles.trained.t()[:, self._block_of])
         self._own.copy_(self._roles.with_batch.t()[:, self._block_of])
         for slot in self._unused:
@@ -311,7 +307,7 @@ class Cohort:
             self.parameters.mul_(there)
             self._learns.logical_and_(there)
 
-        folds = not bool(with_batch.all())
+        folds = not bool(roles["with_batch"].all())
         if folds:
             self._frozen.fill(states, everyone, self._graphs)
         if not any(
@@ -541,19 +537,19 @@ def _channels(*slots: Slot | None) -> int:
     return 1
 
 
-def _role_masks(
-    works: Sequence[DeviceWork], n_blocks: int
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """By block and device: trained; with batch statistics; quantized."""
-    shape = n_blocks, len(works)
-    trained, with_batch, quantized = (np.zeros(shape, bool) for _ in range(3))
-    for d, work in enumerate(works):
-        for block in range(n_blocks):
-            is_trained = work.span.role(block) is Role.TRAINED
-            trained[block, d] = is_trained
-            with_batch[block, d] = is_trained or work.variant == "f"
-            quantized[block, d] = not is_trained and work.variant == "qff"
-    return trained, with_batch, quantized
+def _role_masks(works: Sequence[DeviceWork], n_blocks: int) -> dict[str, NDArray[np.bool_]]:
+    """The fields of :class:`Roles`, by block and device."""
+    blocks = np.arange(n_blocks)[:, None]
+    starts, stops = (np.array([getattr(w.span, end) for w in works]) for end in ("start", "stop"))
+    variants = np.array([work.variant for work in works])
+    reached = blocks >= starts
+    trained = reached & (blocks < stops)
+    return {
+        "trained": trained,
+        "reached": reached,
+        "with_batch": trained | (variants == "f"),
+        "quantized": ~trained & (variants == "qff"),
+    }
 
 
 def _modes(works: Sequence[DeviceWork], n_blocks: int, room: int) -> list[list[str]]:

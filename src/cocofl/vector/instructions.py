@@ -15,7 +15,7 @@ from cocofl.freeze.kernels import Geometry
 from cocofl.freeze.lowering import ActOp, CatOp, MapOp
 from cocofl.vector.kernels import Activation
 from cocofl.vector.layers import Finish, finished
-from cocofl.vector.maps import Weights, rows_of, stacked_layer
+from cocofl.vector.maps import Weights, stacked_layer
 from cocofl.vector.nodes import MAPPED, MERGED, NodeCall
 from cocofl.vector.run import Environment, NormSpec, Run
 from cocofl.vector.slots import Slot
@@ -64,7 +64,7 @@ class Layer(OfOperation):
         op = self.op
         y = run.coded(env, op.x, self.block)
         if self.weight is not None:
-            y = stacked_layer(y, run.weights[op.name], self.geometry)
+            y = stacked_layer(y, run.weights[op.name], self.geometry, run.asked(self.block))
         bias = None if self.bias is None else run.leaves[self.bias]
         norm = None
         if self.norm is not None:
@@ -72,7 +72,8 @@ class Layer(OfOperation):
         act = op.activation
         finish = Finish(
             Activation(False) if act is None else Activation(True, act.upper),
-            run.rows(y, rows_of(y, image=self.image)),
+            run.rows(y, image=self.image),
+            run.asked(self.block).value,
             run.point(OUTPUT, op.name, self.block),
             run.point(GRADIENT, op.name, self.block),
         )
@@ -126,7 +127,8 @@ class Normalise(Instruction):
         last = x.movedim(2, -1) if x.ndim == 4 else x  # rows end with their channels
         finish = Finish(
             Activation(False),
-            run.rows(last, rows_of(last)),
+            run.rows(last),
+            run.asked(self.block).value,
             run.point(OUTPUT, self.name, self.block),
             run.point(GRADIENT, self.name, self.block),
         )
@@ -148,7 +150,8 @@ class Score(Instruction):
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         x, own = env[self.x], run.leaves[self.weight]
-        y = stacked_layer(x, Weights(own, own.detach(), own.detach()), None)
+        weights = Weights(own, own.detach(), own.detach())
+        y = stacked_layer(x, weights, None, run.asked(self.block))
         if self.bias is not None:
             bias = run.leaves[self.bias].to(y.dtype)
             y = y + bias.view(len(bias), *[1] * (y.ndim - 2), -1)

@@ -26,6 +26,8 @@ class Finish:
     activation: Activation
     rows: Tensor
     """How many rows of each device count."""
+    asked: Tensor
+    """Which devices need a gradient here."""
     output: TapPoint
     gradient: TapPoint
 
@@ -101,6 +103,7 @@ class _Finish(torch.autograd.Function):
             ctx.c,
             ctx.norm,
             ctx.z_grid,
+            asked=finish.asked,
             share=ctx.has_addend,
         )
         offset = run.total(found.y, finish.rows) if ctx.has_offset else None

@@ -11,6 +11,7 @@ gradient is that of the own weight in any case; the optimizer knows who trains.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.fused import depthwise_for
+from cocofl.vector.kernels import Asked
 from cocofl.vector.streams import side_by_side
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
@@ -50,6 +52,13 @@ def rows_of(x: Tensor, *, image: bool = True) -> Tensor:
     return x.reshape(len(x), -1, x.shape[-1])
 
 
+def row_count(x: Tensor, *, image: bool = True) -> int:
+    """How many rows of each device :func:`rows_of` gives."""
+    if x.ndim == 2:
+        return x.shape[1]
+    return math.prod(x.shape[1:]) // x.shape[2 if x.ndim == 5 and image else -1]
+
+
 def from_rows(rows: Tensor, like: Tensor, *, image: bool = True) -> Tensor:
     """Rows of any number of channels in the shape of ``like``, images channels last."""
     if like.ndim == 5 and image:
@@ -77,7 +86,7 @@ class Weights(NamedTuple):
         return Weights(*(w.flatten(2) for w in self))
 
 
-def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
+def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None, asked: Asked) -> Tensor:
     """``x`` (device, sample, …) through each device's weight."""
     if geometry is None:
         rows = _apply(_Multiply, rows_of(x, image=False), *w)
@@ -91,7 +100,7 @@ def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
     if x.is_cuda and few and not x.requires_grad:
         return _unfolded(x, w, geometry)
     if (kernels := depthwise_for(x, w.own, geometry)) is not None:
-        return _apply(_Depthwise, x, *w, geometry, kernels)
+        return _apply(_Depthwise, x, *w, geometry, kernels, asked)
     return _apply(_Convolve, x, *w, geometry)
 
 
@@ -209,10 +218,12 @@ class _Depthwise(torch.autograd.Function):
         w_back: Tensor,
         geometry: Geometry,
         kernels: Any,
+        asked: Asked,
     ) -> Tensor:
         x = _as_channels_last(x)
         ctx.save_for_backward(x, w_back)
-        ctx.geometry, ctx.kernels, ctx.weight_dtype = geometry, kernels, own.dtype
+        ctx.geometry, ctx.kernels, ctx.asked = geometry, kernels, asked
+        ctx.weight_dtype = own.dtype
         result: Tensor = kernels.depthwise(x, w, geometry)
         return result
 
@@ -222,10 +233,11 @@ class _Depthwise(torch.autograd.Function):
         g, walk = _as_channels_last(g), ctx.geometry
         gx = gw = None
         if ctx.needs_input_grad[0]:
-            gx = ctx.kernels.depthwise_input(g, w_back, x, walk)
+            gx = ctx.kernels.depthwise_input(g, w_back, x, walk, ctx.asked.value)
         if ctx.needs_input_grad[1]:
-            gw = ctx.kernels.depthwise_weight(g, x, w_back, walk).to(ctx.weight_dtype)
-        return gx, gw, None, None, None, None
+            gw = ctx.kernels.depthwise_weight(g, x, w_back, walk, ctx.asked.weight)
+            gw = gw.to(ctx.weight_dtype)
+        return gx, gw, None, None, None, None, None
 
 
 def _channels_last(w: Tensor) -> list[Tensor]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
-from cocofl.vector.kernels import Norm
-from cocofl.vector.maps import Weights
+from cocofl.vector.kernels import Asked, Norm
+from cocofl.vector.maps import Weights, row_count
 from cocofl.vector.rounding import CONVERSION, RoundingTable, Tap
 from cocofl.vector.slots import Slot
 from cocofl.vector.taps import Note, TapPoint, tapped
@@ -27,6 +27,8 @@ class Roles:
     with_batch: Tensor
     """Norms use the mini-batch and dropout drops: trained, or frozen by variant ``f``."""
     trained: Tensor
+    reached: Tensor
+    """A gradient is needed: the block is trained, or one before it."""
     quantized: Tensor
 
 
@@ -80,18 +82,22 @@ class Run:
         """How many there are."""
         return len(self.valid)
 
-    def rows(self, x: Tensor, of: Tensor) -> Tensor:
-        """How many of the rows ``of`` each device count; ``x`` is what they are rows of."""
-        each = of.shape[1] // self.batch if x.shape[1] == self.batch else 0
-        if (each, of.shape[1]) not in self._rows:
-            counted = self.valid * each if each else torch.full_like(self.valid, of.shape[1])
-            self._rows[each, of.shape[1]] = counted
-        return self._rows[each, of.shape[1]]
+    def rows(self, x: Tensor, *, image: bool = True) -> Tensor:
+        """How many of each device's rows of ``x`` count."""
+        n = row_count(x, image=image)
+        each = n // self.batch if x.shape[1] == self.batch else 0
+        if (each, n) not in self._rows:
+            self._rows[each, n] = self.valid * each if each else torch.full_like(self.valid, n)
+        return self._rows[each, n]
 
     @cached_property
     def tracking(self) -> Tensor:
         """(block, device, 1): who trains a block now."""
         return (self.roles.trained & (self.valid > 0)).unsqueeze(2)
+
+    def asked(self, block: int) -> Asked:
+        """Whose gradients a layer of the block needs."""
+        return Asked(self.roles.trained[block], self.roles.reached[block])
 
     def point(self, kind: str, value: str, block: int) -> TapPoint:
         """The tap at a value."""
@@ -116,9 +122,8 @@ class Run:
         """A value that no layer made: rounded, measured, and its gradient, too."""
         if not (isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1):
             return x
-        rows = self.valid if x.shape[1] == self.batch else None
         forward, backward = (self.point(kind, value, block) for kind in (OUTPUT, GRADIENT))
-        return tapped(x, forward, backward, rows)
+        return tapped(x, forward, backward, self.rows(x))
 
     def coded(self, env: Environment, value: str, block: int) -> Tensor:
         """A value as int8 operations read it."""
@@ -129,8 +134,7 @@ class Run:
         key = f"{value} as codes"
         if key not in env:
             idle = TapPoint(Tap(CONVERSION, value), None, on_the_fly=False, note=None)
-            rows = self.valid if x.shape[1] == self.batch else None
-            env[key] = tapped(x, point, idle, rows)
+            env[key] = tapped(x, point, idle, self.rows(x))
         coded: Tensor = env[key]
         return coded
 

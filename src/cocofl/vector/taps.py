@@ -58,7 +58,7 @@ class Tapped(torch.autograd.Function):
         x: Tensor,
         forward: TapPoint,
         backward: TapPoint,
-        rows: Tensor | None,
+        rows: Tensor,
     ) -> Tensor:
         """Rounded where devices do."""
         ctx.backward_tap, ctx.rows = backward, rows  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ class Tapped(torch.autograd.Function):
         return _at(ctx.backward_tap, g, ctx.rows), None, None, None  # type: ignore[attr-defined]
 
 
-def tapped(x: Tensor, forward: TapPoint, backward: TapPoint, rows: Tensor | None) -> Tensor:
+def tapped(x: Tensor, forward: TapPoint, backward: TapPoint, rows: Tensor) -> Tensor:
     """``x`` as it is where neither tap does anything."""
     if forward.is_idle and backward.is_idle:
         return x
@@ -80,12 +80,11 @@ def tapped(x: Tensor, forward: TapPoint, backward: TapPoint, rows: Tensor | None
     return result
 
 
-def _at(point: TapPoint, x: Tensor, rows: Tensor | None) -> Tensor:
+def _at(point: TapPoint, x: Tensor, rows: Tensor) -> Tensor:
     run, grid = kernels_for(x), point.known()
     flat = rows_of(x)  # in the order in which it lies, so that nothing is copied
     if point.must_measure:
-        each = flat.shape[1] // x.shape[1]
-        grid = point.measure(run.largest(flat, None if rows is None else rows * each))
+        grid = point.measure(run.largest(flat, rows))
     if grid is None:
         return x.view_as(x)
     return from_rows(run.finish(flat, None, None, None, Activation(False), grid), x)

@@ -18,8 +18,20 @@ class Activation(NamedTuple):
     """What the upper bound became on each device's grid, (device)."""
 
 
+class Asked(NamedTuple):
+    """Whose gradients somebody needs, (device); kernels may leave the others undefined."""
+
+    weight: Tensor
+    """Of a layer's weight: devices that train it."""
+    value: Tensor
+    """Of what it takes in: devices that train it or something before it."""
+
+
 class Coefficients(NamedTuple):
-    """What a norm does to each channel, and the batch statistics behind it: (device, channel)."""
+    """What a norm does to each channel, and the batch statistics behind it: (device, channel).
+
+    The statistics mean nothing on devices that do not use them.
+    """
 
     factor: Tensor
     offset: Tensor

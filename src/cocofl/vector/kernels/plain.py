@@ -13,10 +13,9 @@ from cocofl.numerics import SIGNED_LEVELS, StackedGrid, snap, stacked_grid
 from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
 
 
-def largest(x: Tensor, rows: Tensor | None) -> Tensor:
+def largest(x: Tensor, rows: Tensor) -> Tensor:
     """max|x| / 127 of each device, over its valid rows."""
-    flat = x.detach().reshape(len(x), -1) if rows is None else _valid(x.detach(), rows).flatten(1)
-    return flat.abs().amax(1).float() / SIGNED_LEVELS
+    return _valid(x.detach(), rows).flatten(1).abs().amax(1).float() / SIGNED_LEVELS
 
 
 def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
@@ -109,12 +108,14 @@ def back(
     norm: Norm | None,
     z_grid: StackedGrid | None,
     *,
+    asked: Tensor,
     share: bool,
 ) -> tuple[Tensor, Backward]:
     """The whole way back; the first is the addend's share (``share``), else undefined.
 
     Where ``z`` is not given, it is computed from ``y`` again.
     """
+    del asked, share  # everything is computed here
     if z is None and activation.present and y is not None and c is not None:
         z = finish(y, c.factor, c.offset, None, activation, z_grid)
     before = back_to_sum(g, z, activation, grid)
@@ -122,7 +123,6 @@ def back(
         return before, Backward(before, None, None)
     assert y is not None
     assert c is not None
-    del share
     return before, back_through_norm(before, y, rows, c, norm)
 
 

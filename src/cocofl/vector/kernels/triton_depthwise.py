@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -10,13 +12,21 @@ from torch import Tensor
 from cocofl.freeze.kernels import Geometry
 
 _TILE = 2048  # positions times channels that a program holds at a time
+_SUMMED = 1024  # the same where nine taps are summed up at once
+_PROGRAMS, _TURNS = 4096, 16  # of them, at most; and tiles that each takes, at least
+
+# Only the channels gain from a kernel compiled for their size.
+_SIZES = ("samples", "height", "width", "out_height", "out_width", "turns", "stride")
+_compiled_once = partial(
+    triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=("W", "ASKED", "OUT")
+)
 
 # Positions come first in a grid, images last: programs that run side by side read the same rows.
 
 
-@triton.jit
+@_compiled_once
 def _forward(
-    X, W, Y, samples, height, width, out_height, out_width, channels,
+    X, W, Y, stride, samples, height, width, out_height, out_width, channels,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -34,14 +44,14 @@ def _forward(
             there = inside & (row >= 0) & (row < height) & (column >= 0) & (column < width)
             at = (row * width + column) * channels + c
             x = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
-            tap = tl.load(W + (d * 9 + i * 3 + j) * channels + c, mask=c < channels, other=0.0)
+            tap = tl.load(W + d * stride + c * 9 + i * 3 + j, mask=c < channels, other=0.0)
             total += x * tap
     tl.store(Y + (image * out_height * out_width + p) * channels + c, total, mask=inside)
 
 
-@triton.jit
+@_compiled_once
 def _input(
-    G, W, GX, samples, height, width, out_height, out_width, channels,
+    G, W, ASKED, GX, stride, samples, height, width, out_height, out_width, channels,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +60,7 @@ def _input(
     p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     h, w = p // width, p % width
-    inside = (p < height * width) & (c < channels)
+    inside = (p < height * width) & (c < channels) & (tl.load(ASKED + d) != 0)
     total = tl.zeros((BP, BC), tl.float32)
     begin = G + image * out_height * out_width * channels
     for i in tl.static_range(3):
@@ -61,50 +71,65 @@ def _input(
             there = there & (down % STRIDE_H == 0) & (right % STRIDE_W == 0)
             at = (row * out_width + column) * channels + c
             g = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
-            tap = tl.load(W + (d * 9 + i * 3 + j) * channels + c, mask=c < channels, other=0.0)
+            tap = tl.load(W + d * stride + c * 9 + i * 3 + j, mask=c < channels, other=0.0)
             total += g * tap
     tl.store(GX + (image * height * width + p) * channels + c, total, mask=inside)
 
 
 @triton.jit
+def _row_of_taps(sums, g, source, column, inside, width, channels, c):
+    """Three taps side by side, from the column of the first on."""
+    left, middle, right = sums
+    there = inside & (column >= 0) & (column < width)
+    x = tl.load(source + column * channels + c, mask=there, other=0.0)
+    left += x.to(tl.float32) * g
+    column += 1
+    there = inside & (column >= 0) & (column < width)
+    x = tl.load(source + column * channels + c, mask=there, other=0.0)
+    middle += x.to(tl.float32) * g
+    column += 1
+    there = inside & (column >= 0) & (column < width)
+    x = tl.load(source + column * channels + c, mask=there, other=0.0)
+    right += x.to(tl.float32) * g
+    return left, middle, right
+
+
+@_compiled_once
 def _weight(
-    G, X, OUT, height, width, out_height, out_width, channels,
+    G, X, ASKED, OUT, samples, height, width, out_height, out_width, channels, turns,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Of one image and one row of taps; Triton has no arrays of tiles, so taps are by hand."""
-    image = tl.program_id(2).to(tl.int64)
+    """Of some positions of one device's images; zeros where nobody needs it."""
+    piece, d = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
-    i = tl.program_id(0)
-    across = c < channels
-    left = tl.zeros((BP, BC), tl.float32)
-    middle = tl.zeros((BP, BC), tl.float32)
-    right = tl.zeros((BP, BC), tl.float32)
-    for h in range(out_height):
-        row = h * STRIDE_H + i - PAD_H
-        if (row >= 0) & (row < height):
-            source = X + (image * height + row) * width * channels
-            for first in range(0, out_width, BP):
-                w = first + tl.arange(0, BP)[:, None]
-                inside = (w < out_width) & across
-                at = ((image * out_height + h) * out_width + w) * channels + c
-                g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
-                column = w * STRIDE_W - PAD_W
-                there = inside & (column >= 0) & (column < width)
-                x = tl.load(source + column * channels + c, mask=there, other=0.0)
-                left += x.to(tl.float32) * g
-                column += 1
-                there = inside & (column >= 0) & (column < width)
-                x = tl.load(source + column * channels + c, mask=there, other=0.0)
-                middle += x.to(tl.float32) * g
-                column += 1
-                there = inside & (column >= 0) & (column < width)
-                x = tl.load(source + column * channels + c, mask=there, other=0.0)
-                right += x.to(tl.float32) * g
-    out = OUT + (image * 9 + i * 3) * channels + c
-    tl.store(out, tl.sum(left, 0)[None, :], mask=across)
-    tl.store(out + channels, tl.sum(middle, 0)[None, :], mask=across)
-    tl.store(out + 2 * channels, tl.sum(right, 0)[None, :], mask=across)
+    nothing = tl.zeros((BP, BC), tl.float32)
+    top = (nothing, nothing, nothing)
+    middle = (nothing, nothing, nothing)
+    bottom = (nothing, nothing, nothing)
+    needed = (tl.load(ASKED + d) != 0).to(tl.int32)
+    positions = samples * out_height * out_width
+    for turn in range(turns * needed):
+        p = (piece * turns + turn) * BP + tl.arange(0, BP)[:, None]
+        inside = (p < positions) & (c < channels)
+        g = tl.load(G + (d * positions + p) * channels + c, mask=inside, other=0.0).to(tl.float32)
+        h = p // out_width
+        image, h = h // out_height, h % out_height
+        row, column = h * STRIDE_H - PAD_H, p % out_width * STRIDE_W - PAD_W
+        source = X + ((d * samples + image) * height + row) * width * channels
+        there = inside & (row >= 0) & (row < height)
+        top = _row_of_taps(top, g, source, column, there, width, channels, c)
+        there = inside & (row + 1 >= 0) & (row + 1 < height)
+        source += width * channels
+        middle = _row_of_taps(middle, g, source, column, there, width, channels, c)
+        there = inside & (row + 2 >= 0) & (row + 2 < height)
+        source += width * channels
+        bottom = _row_of_taps(bottom, g, source, column, there, width, channels, c)
+    out = OUT + ((d * tl.num_programs(0) + piece) * channels + c) * 9
+    for j in tl.static_range(3):
+        tl.store(out + j, tl.sum(top[j], 0)[None, :], mask=c < channels)
+        tl.store(out + 3 + j, tl.sum(middle[j], 0)[None, :], mask=c < channels)
+        tl.store(out + 6 + j, tl.sum(bottom[j], 0)[None, :], mask=c < channels)
 
 
 def _walk(g: Geometry) -> dict[str, int]:
@@ -124,9 +149,9 @@ def _tile(positions: int, channels: int) -> tuple[int, int]:
     return min(triton.next_power_of_2(positions), _TILE // across), across
 
 
-def _taps(w: Tensor) -> Tensor:
-    """(device, channel, 1, 3, 3) to (device, tap, channel)."""
-    return w.flatten(2).transpose(1, 2).float().contiguous()
+def _by_device(w: Tensor) -> Tensor:
+    """(device, channel, 1, 3, 3), each device's in one piece."""
+    return w if w[0].is_contiguous() else w.contiguous()
 
 
 def depthwise(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
@@ -141,32 +166,43 @@ def depthwise(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
     y = torch.empty(d, b, *sizes, channels, dtype=x.dtype, device=x.device)
     down, across = _tile(sizes[0] * sizes[1], channels)
     grid = triton.cdiv(sizes[0] * sizes[1], down), triton.cdiv(channels, across), d * b
+    w = _by_device(w)
     _forward[grid](
-        x, _taps(w), y, b, height, width, *sizes, channels, **_walk(geometry), BP=down, BC=across
-    )
+        x, w, y, w.stride(0), b, height, width, *sizes, channels, **_walk(geometry),
+        BP=down, BC=across,
+    )  # fmt: skip
     return y.permute(0, 1, 4, 2, 3)
 
 
-def depthwise_input(g: Tensor, w: Tensor, x: Tensor, geometry: Geometry) -> Tensor:
-    """The gradient of ``x`` from that of the result."""
+def depthwise_input(g: Tensor, w: Tensor, x: Tensor, geometry: Geometry, asked: Tensor) -> Tensor:
+    """The gradient of ``x`` from that of the result, for devices that asked."""
     d, b, channels, height, width = x.shape
     gx = torch.empty(d, b, height, width, channels, dtype=g.dtype, device=g.device)
     down, across = _tile(height * width, channels)
     grid = triton.cdiv(height * width, down), triton.cdiv(channels, across), d * b
+    w = _by_device(w)
     _input[grid](
-        g, _taps(w), gx, b, height, width, *g.shape[3:], channels, **_walk(geometry),
+        g, w, asked, gx, w.stride(0), b, height, width, *g.shape[3:], channels, **_walk(geometry),
         BP=down, BC=across,
     )  # fmt: skip
     return gx.permute(0, 1, 4, 2, 3)
 
 
-def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    """The gradient of the weight: a sum over each image, then over the images of a device."""
+def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked: Tensor) -> Tensor:
+    """The gradient of the weight: sums over pieces of a device's images, then their sum.
+
+    Zero for devices that did not ask.
+    """
     d, b, channels, height, width = x.shape
-    parts = torch.empty(d, b, 9, channels, device=g.device)
+    out_height, out_width = g.shape[3:]
     across = _tile(1, channels)[1]
-    down = min(triton.next_power_of_2(g.shape[4]), 32)
-    _weight[3, triton.cdiv(channels, across), d * b](
-        g, x, parts, height, width, *g.shape[3:], channels, **_walk(geometry), BP=down, BC=across
-    )
-    return parts.sum(1).transpose(1, 2).reshape(w.shape)
+    down, wide = _SUMMED // across, triton.cdiv(channels, across)
+    tiles = triton.cdiv(b * out_height * out_width, down)
+    turns = max(_TURNS, d * wide * tiles // _PROGRAMS)
+    pieces = triton.cdiv(tiles, turns)
+    parts = torch.empty(d, pieces, *w.shape[1:], device=g.device)
+    _weight[pieces, wide, d](
+        g, x, asked, parts, b, height, width, out_height, out_width, channels, turns,
+        **_walk(geometry), BP=down, BC=across,
+    )  # fmt: skip
+    return parts.sum(1) if pieces > 1 else parts[:, 0]

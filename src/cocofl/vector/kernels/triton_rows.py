@@ -26,10 +26,10 @@ _CHUNKS = 128  # partial sums per channel, at most
 # Triton compiles a kernel anew for sizes and addresses that are multiples of 16, and each takes a
 # third of a second. Only the channels and the large tensors gain from it: these do not.
 _SIZES = ("n", "turns", "chunks", "per_chunk", "devices", "weight_stride", "bias_stride")
-_SIZES += ("layer_stride", "mean_stride", "variance_stride", "offset_stride")
+_SIZES += ("layer_stride", "mean_stride", "variance_stride", "offset_stride", "size")
 _OF_DEVICES = ("ROWS", "CAP", "WITH_BATCH", "TRACKS", "MOMENTUM", "FLY", "UNSIGNED", "MEASURED")
 _OF_DEVICES += ("SCALE", "PER_STEP", "LOW", "HIGH", "Z_SCALE", "Z_PER_STEP", "Z_LOW", "Z_HIGH")
-_OF_DEVICES += ("WEIGHT", "BIAS", "LAYER_BIAS", "RUNNING_MEAN", "RUNNING_VARIANCE")
+_OF_DEVICES += ("WEIGHT", "BIAS", "LAYER_BIAS", "RUNNING_MEAN", "RUNNING_VARIANCE", "ASKED")
 _compiled_once = partial(
     triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_DEVICES
 )
@@ -37,8 +37,8 @@ _compiled_once = partial(
 
 def _blocks(n: int, channels: int) -> tuple[int, int]:
     """Rows and channels of a tile; few lanes of it should fall outside."""
-    across = 128
-    while across > 8 and triton.cdiv(channels, across) * across > 1.15 * channels:
+    across = 64
+    while across > 16 and triton.cdiv(channels, across) * across > 1.15 * channels:
         across //= 2
     return max(1, min(_TILE // across, triton.next_power_of_2(n))), across
 
@@ -48,6 +48,11 @@ def _chunks(devices: int, n: int, down: int, wide: int) -> tuple[int, int]:
     tiles = triton.cdiv(n, down)
     turns = max(1, devices * wide * tiles // _PROGRAMS, triton.cdiv(tiles, _CHUNKS))
     return turns, triton.cdiv(tiles, turns)
+
+
+def _room(chunks: int) -> int:
+    """For partial sums: few sizes, so that few kernels are compiled."""
+    return 16 if chunks <= 16 else _CHUNKS
 
 
 @triton.jit
@@ -60,7 +65,7 @@ def _rounded(x, d, SCALE, PER_STEP, LOW, HIGH):
     return tl.where(per_step > 0, steps * tl.load(SCALE + d), x)
 
 
-@triton.jit
+@_compiled_once
 def _largest(X, ROWS, OUT, size, channels, turns, BN: tl.constexpr):
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     valid = tl.load(ROWS + d) * channels  # rows follow one another, so the valid ones are a prefix
@@ -72,31 +77,40 @@ def _largest(X, ROWS, OUT, size, channels, turns, BN: tl.constexpr):
     tl.store(OUT + d * tl.num_programs(1) + chunk, tl.max(best, 0))
 
 
-def largest(x: Tensor, rows: Tensor | None) -> Tensor:
+@_compiled_once
+def _widest(PARTS, OUT, chunks, levels, BK: tl.constexpr):
+    d, k = tl.program_id(0), tl.arange(0, BK)
+    parts = tl.load(PARTS + d * chunks + k, mask=k < chunks, other=0.0)
+    tl.store(OUT + d, tl.max(parts, 0) / levels)
+
+
+def largest(x: Tensor, rows: Tensor) -> Tensor:
     """max|x| / 127 of each device, over its valid rows."""
     x = x.detach().contiguous()
     d, n, channels = x.shape
-    if rows is None:
-        rows = torch.full((d,), n, dtype=torch.int32, device=x.device)
     turns, chunks = _chunks(d, n * channels, _TILE, 1)
-    partial = torch.empty(d, chunks, device=x.device)
-    _largest[d, chunks](x, rows, partial, n * channels, channels, turns, BN=_TILE)
-    return partial.amax(1) / SIGNED_LEVELS
+    parts, scale = torch.empty(d, chunks, device=x.device), torch.empty(d, device=x.device)
+    _largest[d, chunks](x, rows, parts, n * channels, channels, turns, BN=_TILE)
+    _widest[(d,)](parts, scale, chunks, float(SIGNED_LEVELS), BK=_room(chunks))
+    return scale
 
 
 @_compiled_once
-def _moments(Y, ROWS, MEAN, SQUARES, n, channels, turns, BN: tl.constexpr, BC: tl.constexpr):
-    """Mean and sum of squared deviations of one chunk of rows."""
+def _moments(
+    Y, ROWS, WITH_BATCH, MEAN, SQUARES, n, channels, turns, BN: tl.constexpr, BC: tl.constexpr
+):
+    """Mean and sum of squared deviations of one chunk of rows; zeros where nobody needs them."""
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.program_id(2) * BC + tl.arange(0, BC)[None, :]
-    rows = tl.minimum(tl.load(ROWS + d), n)
+    needed = (tl.load(WITH_BATCH + d) != 0).to(tl.int32)
+    rows = tl.minimum(tl.load(ROWS + d), n) * needed
     # Deviations from the chunk's first row: sums of squares of large numbers would cancel.
     first = chunk * turns * BN
     there = (c < channels) & (first < rows)
     origin = tl.load(Y + (d * n + first) * channels + c, mask=there, other=0.0).to(tl.float32)
     total = tl.zeros((BN, BC), tl.float32)
     squares = tl.zeros((BN, BC), tl.float32)
-    for turn in range(turns):
+    for turn in range(turns * needed):
         r = first + turn * BN + tl.arange(0, BN)[:, None]
         inside = (r < rows) & (c < channels)
         y = tl.load(Y + (d * n + r) * channels + c, mask=inside, other=0.0).to(tl.float32)
@@ -180,7 +194,9 @@ def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
     turns, chunks = _chunks(d, n, down, wide)
     mean = torch.empty(d, chunks, channels, device=y.device)
     squares = torch.empty_like(mean)
-    _moments[d, chunks, wide](y, rows, mean, squares, n, channels, turns, BN=down, BC=across)
+    _moments[d, chunks, wide](
+        y, rows, norm.with_batch, mean, squares, n, channels, turns, BN=down, BC=across
+    )
     out = Coefficients(*(torch.empty(d, channels, device=y.device) for _ in range(4)))
     own_momentum = isinstance(norm.momentum, Tensor)
     frozen_factor = norm.frozen_factor.expand(d, channels).contiguous()
@@ -194,7 +210,7 @@ def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
         _stride(norm.running_mean), _stride(norm.running_variance),
         HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
         HAS_LAYER_BIAS=norm.layer_bias is not None, HAS_RUNNING=norm.running_mean is not None,
-        OWN_MOMENTUM=own_momentum, BC=32, BK=triton.next_power_of_2(chunks),
+        OWN_MOMENTUM=own_momentum, BC=32, BK=_room(chunks),
     )  # fmt: skip
     return out
 
@@ -285,7 +301,7 @@ def _before(
 
 @_compiled_once
 def _back_sums(
-    G, Z, Y, MEAN, FACTOR, OFFSET, ROWS, CAP, SCALE, PER_STEP, LOW, HIGH,
+    G, Z, Y, MEAN, FACTOR, OFFSET, ROWS, WITH_BATCH, CAP, SCALE, PER_STEP, LOW, HIGH,
     Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, SUM_G, SUM_GY, n, channels, turns,
     ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
     AGAIN: tl.constexpr, Z_ROUNDS: tl.constexpr,
@@ -293,11 +309,12 @@ def _back_sums(
 ):  # fmt: skip
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.program_id(2) * BC + tl.arange(0, BC)[None, :]
+    needed = (tl.load(WITH_BATCH + d) != 0).to(tl.int32)
     rows = tl.minimum(tl.load(ROWS + d), n)
     mean = tl.load(MEAN + d * channels + c, mask=c < channels, other=0.0)
     sum_g = tl.zeros((BN, BC), tl.float32)
     sum_gy = tl.zeros((BN, BC), tl.float32)
-    for turn in range(turns):
+    for turn in range(turns * needed):
         r = (chunk * turns + turn) * BN + tl.arange(0, BN)[:, None]
         inside = (r < rows) & (c < channels)
         at = (d * n + r) * channels + c
@@ -342,7 +359,7 @@ def _back_coefficients(
 @_compiled_once
 def _back(
     G, Z, Y, MEAN, FACTOR, OFFSET, SHIFT, SLOPE, ROWS, CAP, SCALE, PER_STEP, LOW, HIGH,
-    Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, SHARE, OUT, n, channels,
+    Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, ASKED, SHARE, OUT, n, channels,
     HAS_NORM: tl.constexpr, SHARES: tl.constexpr,
     ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
     AGAIN: tl.constexpr, Z_ROUNDS: tl.constexpr,
@@ -351,7 +368,7 @@ def _back(
     d = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
     c = tl.program_id(2) * BC + tl.arange(0, BC)[None, :]
-    inside = (r < n) & (c < channels)
+    inside = (r < n) & (c < channels) & (tl.load(ASKED + d) != 0)
     at = (d * n + r) * channels + c
     own = d * channels + c
     across = c < channels
@@ -385,11 +402,13 @@ def back(
     norm: Norm | None,
     z_grid: StackedGrid | None,
     *,
+    asked: Tensor,
     share: bool,
 ) -> tuple[Tensor, Backward]:
     """The whole way back; the first is the addend's share (``share``), else undefined.
 
     Where ``z`` is not given, it is computed from ``y`` again: that is cheaper than to read it.
+    Only the devices of ``asked`` get a gradient.
     """
     d, n, channels = g.shape
     down, across = _blocks(n, channels)
@@ -404,27 +423,27 @@ def back(
             return g, Backward(g, None, None)
         out = torch.empty_like(g)
         _back[d, triton.cdiv(n, down), wide](
-            g, z, *(None,) * 6, rows, activation.cap, *_grid(grid), *_grid(None), None, out,
-            n, channels, HAS_NORM=False, SHARES=False, **flags,
+            g, z, *(None,) * 6, rows, activation.cap, *_grid(grid), *_grid(None),
+            asked, None, out, n, channels, HAS_NORM=False, SHARES=False, **flags,
         )  # fmt: skip
         return out, Backward(out, None, None)
     assert c is not None
     turns, chunks = _chunks(d, n, down, wide)
     sums = [torch.empty(d, chunks, channels, device=g.device) for _ in range(2)]
     _back_sums[d, chunks, wide](
-        g, z, y, c.mean, c.factor, c.offset, rows, activation.cap, *_grid(grid), *_grid(z_grid),
-        *sums, n, channels, turns, **flags,
+        g, z, y, c.mean, c.factor, c.offset, rows, norm.with_batch, activation.cap,
+        *_grid(grid), *_grid(z_grid), *sums, n, channels, turns, **flags,
     )  # fmt: skip
     shift, slope, weight, bias = (torch.empty(d, channels, device=g.device) for _ in range(4))
     _back_coefficients[d, triton.cdiv(channels, 32)](
         *sums, c.factor, c.rstd, norm.with_batch, rows, shift, slope, weight, bias,
-        n, channels, chunks, BC=32, BK=triton.next_power_of_2(chunks),
+        n, channels, chunks, BC=32, BK=_room(chunks),
     )  # fmt: skip
     out = torch.empty_like(g)
     shared = torch.empty_like(g) if share else g
     _back[d, triton.cdiv(n, down), wide](
         g, z, y, c.mean, c.factor, c.offset, shift, slope, rows, activation.cap,
-        *_grid(grid), *_grid(z_grid), shared if share else None, out, n, channels,
+        *_grid(grid), *_grid(z_grid), asked, shared if share else None, out, n, channels,
         HAS_NORM=True, SHARES=share, **flags,
     )  # fmt: skip
     return shared, Backward(out, weight, bias)
