@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from cocofl.data import Split
+from cocofl.engine.examiner import Examiner
 from cocofl.engine.narrow import Narrowed, NarrowNetworks
+from cocofl.engine.resident import ResidentSplit
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Materials, Task, Workshop, norms_of
-from cocofl.fl.merge import SCALE_PREFIX, Contribution, Places, State, merge, merge_nested
+from cocofl.fl.local import Materials, Task, Workshop
+from cocofl.fl.merge import Contribution, Places, State, merge, merge_nested
 from cocofl.fl.recipe import Loss, Recipe, cross_entropy
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies import Merge
@@ -46,30 +47,6 @@ class _Participant(NamedTuple):
 
     run: int
     task: Task
-
-
-class ResidentSplit:
-    """A split's samples on a device, as they are stored; images are normalised when asked for."""
-
-    def __init__(self, split: Split, on: torch.device) -> None:
-        facts = split.facts
-        self._is_image = facts.task == "image"
-        self._inputs = torch.from_numpy(np.array(split.inputs)).to(on)
-        self._labels = torch.from_numpy(np.array(split.labels, dtype=np.int64)).to(on)
-        if self._is_image:
-            mean, std = (np.asarray(values, np.float32) for values in (facts.mean, facts.std))
-            self._mean = torch.from_numpy(mean * np.float32(255)).to(on)
-            self._scale = torch.from_numpy(np.float32(1) / (std * np.float32(255))).to(on)
-
-    def __call__(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Inputs and labels at ``indices``, of any shape; images (…, channel, height, width)."""
-        stored = self._inputs[indices]
-        if self._is_image:
-            pixels = (stored.float() - self._mean) * self._scale
-            inputs = pixels.movedim(-1, -3)  # stored channels last, and so it stays in memory
-        else:
-            inputs = stored.long()
-        return (inputs,), self._labels[indices]
 
 
 @dataclass(frozen=True)
@@ -152,11 +129,10 @@ class CohortExecutor:
         self._workshop = Workshop(materials, plan)
         self._source = ResidentSplit(materials.train, self._on)
         self._tests = ResidentSplit(materials.test, self._on)
-        self._classes = materials.test.facts.num_classes
         self._cohort: Cohort | None = None
         self._alone = self._must_train_alone()
         self._held: dict[int, tuple[Mapping[str, Tensor], Rows]] = {}
-        self._model: nn.Module | None = None
+        self._examiner: Examiner | None = None
         self._sizes: dict[Span, int] = {}
 
     def _must_train_alone(self) -> bool:
@@ -351,27 +327,17 @@ class CohortExecutor:
 
     def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
         """All of the test data on the GPU."""
-        if self._model is None:
+        if self._examiner is None:
             model, _ = self._workshop.materials.subject.build()
-            self._model = model.to(self._on).eval().requires_grad_(False)
-        own = {key: t for key, t in state.items() if not key.startswith(SCALE_PREFIX)}
-        self._model.load_state_dict(own, strict=False)
-        for norm in norms_of(self._model):
-            norm.train(statistics == "batch")
-            norm.momentum = 0.0
-        counts = torch.zeros(self._classes**2, dtype=torch.long, device=self._on)
-        with torch.no_grad(), Precision.named(self._precision).active():
-            for chunk in chunks:
-                inputs, labels = self._tests(torch.from_numpy(chunk).to(self._on))
-                guesses = self._model(*inputs).flatten(0, -2)[:, : self._classes].argmax(1)
-                cells = labels.flatten() * self._classes + guesses
-                counts += torch.bincount(cells, minlength=self._classes**2)
-        found: NDArray[np.int64] = counts.view(self._classes, self._classes).cpu().numpy()
-        return found
+            # Where devices train together in a captured graph, their model can be tested so.
+            capture = self._cohort is not None and self._cohort.program.is_capturable
+            precision = Precision.named(self._precision)
+            self._examiner = Examiner(model, self._tests, self._on, precision, capture=capture)
+        return self._examiner.confusion(state, chunks, statistics)
 
     def close(self) -> None:
         """Let go of the GPU's memory."""
-        self._cohort = self._model = None
+        self._cohort = self._examiner = None
 
     def _cohort_for(self, wanted: int) -> Cohort:
         if self._cohort is None or (self._devices is None and self._cohort.devices < wanted):
