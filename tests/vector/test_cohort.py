@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cocofl import BlockChain, InvalidSetting, Span, chain_state, split
 from cocofl.fl.merge import Contribution, merge
 from cocofl.models import MODELS
-from cocofl.vector import Cohort, DeviceWork, Sgd
+from cocofl.vector import Cohort, DeviceWork, Program, Sgd
 from tests.vector.serial import Round, draw_round, spans_of, train_one
 
 BATCH, SAMPLES = 8, 40
@@ -193,3 +193,22 @@ def test_states_survive_as_rows() -> None:
     assert again.keys() == state.keys()
     assert all(torch.equal(again[k], state[k]) for k in state)
     assert np.isfinite(float(again[key]))
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.twice(self.twice(self.first(x).relu()).relu()).relu())
+        return y
+
+
+def test_a_tied_weight_is_not_read_once() -> None:
+    """Its gradients are summed up on the way, so none of them may come late."""
+    program = Program(split(_Tied(), torch.randn(4, 6)), torch.device("cpu"))
+    slots = program.slots.parameters.by_key
+    once = {key for key, slot in slots.items() if slot in program.read_once}
+    assert {key for key in slots if "twice" in key} == set(slots) - once
+    assert len(once) == 4

@@ -35,6 +35,7 @@ from cocofl.vector.program import Program
 from cocofl.vector.rounding import RoundingPlan, RoundingTable, Tap
 from cocofl.vector.run import Roles, Run
 from cocofl.vector.slots import Slot
+from cocofl.vector.streams import Beside
 
 # Rounds after which the scales that are known count as settled.
 _SETTLED = 3
@@ -142,6 +143,7 @@ class Cohort:
         self._last = torch.zeros(d, dtype=torch.bool, device=self.on)
         self._steps_done = torch.zeros(d, dtype=slots.dtype, device=self.on)
         self.losses = torch.zeros(d, dtype=torch.float64, device=self.on)
+        self._beside = Beside() if self.on.type == "cuda" else None
         self._tables: dict[frozenset[Tap], RoundingTable] = {}
         self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
         self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
@@ -362,6 +364,8 @@ class Cohort:
             found = torch.autograd.grad(
                 losses.sum(), [leaves[slot] for slot in slots], allow_unused=True
             )
+        if self._beside is not None:
+            self._beside.join()
         gradients = self._flat(slots, found)
         if traits.levels and self.levels is not None:
             self.levels.settle(gradients, self.statistics)
@@ -405,6 +409,7 @@ class Cohort:
             frozen_factors=self._frozen.factors,
             frozen_offsets=self._frozen.offsets,
             steps_done=self._steps_done,
+            late=None if self._beside is None else (self._beside, self.program.read_once),
             averages=traits.averages,
             table=self._tables[traits.taps] if traits.taps else None,
             on_the_fly=traits.on_the_fly,

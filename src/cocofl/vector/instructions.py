@@ -27,6 +27,11 @@ class Instruction(ABC):
     name: str
     block: int
 
+    @property
+    def learned(self) -> tuple[Slot | None, ...]:
+        """The parameters that it reads."""
+        return ()
+
     @abstractmethod
     def __call__(self, env: Environment, run: Run) -> Any:
         """The value, for all devices."""
@@ -55,6 +60,12 @@ class Layer(OfOperation):
     geometry: Geometry | None
 
     @property
+    def learned(self) -> tuple[Slot | None, ...]:
+        """See :class:`Instruction`."""
+        own = () if self.norm is None else (self.norm.weight, self.norm.bias)
+        return self.weight, self.bias, *own
+
+    @property
     def image(self) -> bool:
         """Whether channels come before height and width; a linear layer's come last."""
         return self.weight is None or self.geometry is not None
@@ -64,7 +75,13 @@ class Layer(OfOperation):
         op = self.op
         y = run.coded(env, op.x, self.block)
         if self.weight is not None:
-            y = stacked_layer(y, run.weights[op.name], self.geometry, run.asked(self.block))
+            y = stacked_layer(
+                y,
+                run.weights[op.name],
+                self.geometry,
+                run.asked(self.block),
+                run.beside(self.weight),
+            )
         bias = None if self.bias is None else run.leaves[self.bias]
         norm = None
         if self.norm is not None:
@@ -121,6 +138,11 @@ class Normalise(Instruction):
     x: str
     norm: NormSpec
 
+    @property
+    def learned(self) -> tuple[Slot | None, ...]:
+        """See :class:`Instruction`."""
+        return self.norm.weight, self.norm.bias
+
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         x = env[self.x]
@@ -147,11 +169,16 @@ class Score(Instruction):
     weight: Slot
     bias: Slot | None
 
+    @property
+    def learned(self) -> tuple[Slot | None, ...]:
+        """See :class:`Instruction`."""
+        return self.weight, self.bias
+
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         x, own = env[self.x], run.leaves[self.weight]
         weights = Weights(own, own.detach(), own.detach())
-        y = stacked_layer(x, weights, None, run.asked(self.block))
+        y = stacked_layer(x, weights, None, run.asked(self.block), run.beside(self.weight))
         if self.bias is not None:
             bias = run.leaves[self.bias].to(y.dtype)
             y = y + bias.view(len(bias), *[1] * (y.ndim - 2), -1)
@@ -169,6 +196,11 @@ class NormaliseSamples(Instruction):
     weight: Slot | None
     bias: Slot | None
     layer: nn.LayerNorm | nn.GroupNorm
+
+    @property
+    def learned(self) -> tuple[Slot | None, ...]:
+        """See :class:`Instruction`."""
+        return self.weight, self.bias
 
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
@@ -199,6 +231,11 @@ class LookUp(Instruction):
     x: str
     weight: Slot
     padding: int | None
+
+    @property
+    def learned(self) -> tuple[Slot | None, ...]:
+        """See :class:`Instruction`."""
+        return (self.weight,)
 
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
@@ -267,6 +304,11 @@ class Node(Instruction):
     def block(self) -> int:  # type: ignore[override]
         """Whose it is."""
         return self.call.block
+
+    @property
+    def learned(self) -> tuple[Slot | None, ...]:
+        """See :class:`Instruction`."""
+        return tuple(held.slot for held in self.call.held if held.learns)
 
     def __call__(self, env: Environment, run: Run) -> Any:
         """See :class:`Instruction`."""

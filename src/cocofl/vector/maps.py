@@ -12,6 +12,8 @@ gradient is that of the own weight in any case; the optimizer knows who trains.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.fused import depthwise_for
 from cocofl.vector.kernels import Asked
-from cocofl.vector.streams import side_by_side
+from cocofl.vector.streams import Beside, side_by_side
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
 _FEW = 64
@@ -86,21 +88,28 @@ class Weights(NamedTuple):
         return Weights(*(w.flatten(2) for w in self))
 
 
-def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None, asked: Asked) -> Tensor:
-    """``x`` (device, sample, …) through each device's weight."""
+def stacked_layer(
+    x: Tensor, w: Weights, geometry: Geometry | None, asked: Asked, beside: Beside | None = None
+) -> Tensor:
+    """``x`` (device, sample, …) through each device's weight.
+
+    Its gradient is computed ``beside`` that of ``x``, where that is given.
+    """
+    # Only what nothing is done with before the end of a step may come late.
+    beside = beside if w.own.is_leaf else None
     if geometry is None:
-        rows = _apply(_Multiply, rows_of(x, image=False), *w)
+        rows = _apply(_Multiply, rows_of(x, image=False), *w, beside)
         return from_rows(rows, x, image=False)
     if is_pointwise(tuple(w.own.shape), geometry):
         vertical, horizontal = geometry.stride
         if (vertical, horizontal) != (1, 1):
             x = x[..., ::vertical, ::horizontal]
-        return from_rows(_apply(_Multiply, rows_of(x), *w.flat()), x)
+        return from_rows(_apply(_Multiply, rows_of(x), *w.flat(), beside), x)
     few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
     if x.is_cuda and few and not x.requires_grad:
         return _unfolded(x, w, geometry)
     if (kernels := depthwise_for(x, w.own, geometry)) is not None:
-        return _apply(_Depthwise, x, *w, geometry, kernels, asked)
+        return _apply(_Depthwise, x, *w, geometry, kernels, asked, beside)
     return _apply(_Convolve, x, *w, geometry)
 
 
@@ -110,7 +119,7 @@ def _unfolded(x: Tensor, w: Weights, g: Geometry) -> Tensor:
     padded = F.pad(x, (horizontal, horizontal, vertical, vertical))
     windows = padded.unfold(3, w.own.shape[3], g.stride[0]).unfold(4, w.own.shape[4], g.stride[1])
     columns = windows.permute(0, 1, 3, 4, 2, 5, 6)  # (device, sample, h, w, channel, tap, tap)
-    y = _apply(_Multiply, columns.flatten(4).flatten(1, 3), *w.flat())
+    y = _apply(_Multiply, columns.flatten(4).flatten(1, 3), *w.flat(), None)
     return y.view(*columns.shape[:4], -1).permute(0, 1, 4, 2, 3)
 
 
@@ -123,17 +132,26 @@ class _Multiply(torch.autograd.Function):
     """(device, row, in) · (device, out, in)ᵀ."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, own: Tensor, w: Tensor, w_back: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, own: Tensor, w: Tensor, w_back: Tensor, beside: Beside | None
+    ) -> Tensor:
         ctx.save_for_backward(x, w_back)
-        ctx.weight_dtype = own.dtype
+        ctx.weight_dtype, ctx.beside = own.dtype, beside
         return torch.bmm(x, w.to(x.dtype).transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w_back = ctx.saved_tensors
-        gx = torch.bmm(g, w_back.to(g.dtype)) if ctx.needs_input_grad[0] else None
-        gw = _sum_of_products(g, x).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return gx, gw, None, None
+        gx = gw = None
+        if ctx.needs_input_grad[1]:
+            gw = _late(ctx.beside, lambda: _sum_of_products(g, x).to(ctx.weight_dtype), g, x)
+        if ctx.needs_input_grad[0]:
+            gx = torch.bmm(g, w_back.to(g.dtype))
+        return gx, gw, None, None, None
+
+
+def _late(beside: Beside | None, call: Callable[[], Tensor], *reads: Tensor) -> Tensor:
+    return call() if beside is None else beside.run(call, *reads)
 
 
 def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:
@@ -219,11 +237,12 @@ class _Depthwise(torch.autograd.Function):
         geometry: Geometry,
         kernels: Any,
         asked: Asked,
+        beside: Beside | None,
     ) -> Tensor:
         x = _as_channels_last(x)
         ctx.save_for_backward(x, w_back)
         ctx.geometry, ctx.kernels, ctx.asked = geometry, kernels, asked
-        ctx.weight_dtype = own.dtype
+        ctx.weight_dtype, ctx.beside = own.dtype, beside
         result: Tensor = kernels.depthwise(x, w, geometry)
         return result
 
@@ -232,12 +251,12 @@ class _Depthwise(torch.autograd.Function):
         x, w_back = ctx.saved_tensors
         g, walk = _as_channels_last(g), ctx.geometry
         gx = gw = None
+        if ctx.needs_input_grad[1]:
+            weight = partial(ctx.kernels.depthwise_weight, g, x, w_back, walk, ctx.asked.weight)
+            gw = _late(ctx.beside, lambda: weight().to(ctx.weight_dtype), g, x)
         if ctx.needs_input_grad[0]:
             gx = ctx.kernels.depthwise_input(g, w_back, x, walk, ctx.asked.value)
-        if ctx.needs_input_grad[1]:
-            gw = ctx.kernels.depthwise_weight(g, x, w_back, walk, ctx.asked.weight)
-            gw = gw.to(ctx.weight_dtype)
-        return gx, gw, None, None, None, None, None
+        return gx, gw, None, None, None, None, None, None
 
 
 def _channels_last(w: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class Program:
         self.instructions = _Builder(chain, lowered, self.slots, on).build()
         nodes = [i.call for i in self.instructions if isinstance(i, Node)]
         self.layers = [i for i in self.instructions if isinstance(i, Layer | Normalise)]
+        reads = Counter(slot for made in self.instructions for slot in made.learned)
+        # Gradients of the others are summed up on the way.
+        self.read_once = frozenset(slot for slot, n in reads.items() if slot is not None and n == 1)
         self.is_capturable = not any(
             node.way == LOOPED and (node.has_modes or node.mixes_samples) for node in nodes
         )

@@ -15,6 +15,7 @@ from cocofl.vector.kernels import Asked, Norm
 from cocofl.vector.maps import Weights, row_count
 from cocofl.vector.rounding import CONVERSION, RoundingTable, Tap
 from cocofl.vector.slots import Slot
+from cocofl.vector.streams import Beside
 from cocofl.vector.taps import Note, TapPoint, tapped
 
 Environment = dict[str, Any]
@@ -63,6 +64,8 @@ class Run:
     steps_done: Tensor
     table: RoundingTable | None
     on_the_fly: frozenset[Tap]
+    late: tuple[Beside, frozenset[Slot]] | None = None
+    """Where gradients are computed that nobody waits for, and of which parameters."""
     averages: bool = False
     """Norms take plain means over mini-batches, whatever their momentum."""
     modes: list[list[str]] = field(default_factory=list)
@@ -94,6 +97,10 @@ class Run:
     def tracking(self) -> Tensor:
         """(block, device, 1): who trains a block now."""
         return (self.roles.trained & (self.valid > 0)).unsqueeze(2)
+
+    def beside(self, weight: Slot) -> Beside | None:
+        """Where the gradient of a weight is computed, if not in its turn."""
+        return self.late[0] if self.late is not None and weight in self.late[1] else None
 
     def asked(self, block: int) -> Asked:
         """Whose gradients a layer of the block needs."""

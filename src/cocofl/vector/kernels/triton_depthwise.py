@@ -13,9 +13,9 @@ from cocofl.freeze.kernels import Geometry
 
 _TILE = 2048  # positions times channels that a program holds at a time
 _SUMMED = 1024  # the same where nine taps are summed up at once
-_PROGRAMS, _TURNS = 4096, 16  # of them, at most; and tiles that each takes, at least
+_PROGRAMS, _TURNS = 2048, 16  # of them, at most; and tiles that each takes, at least
 
-# Only the channels gain from a kernel compiled for their size.
+# Only channels, and what is divided by, gain from a kernel compiled for their size.
 _SIZES = ("samples", "height", "width", "out_height", "out_width", "turns", "stride")
 _compiled_once = partial(
     triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=("W", "ASKED", "OUT")
@@ -26,7 +26,7 @@ _compiled_once = partial(
 
 @_compiled_once
 def _forward(
-    X, W, Y, stride, samples, height, width, out_height, out_width, channels,
+    X, W, Y, stride, samples, height, width, out_height, channels, OUT_WIDTH: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -34,8 +34,8 @@ def _forward(
     d = image // samples
     p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
-    h, w = p // out_width, p % out_width
-    inside = (p < out_height * out_width) & (c < channels)
+    h, w = p // OUT_WIDTH, p % OUT_WIDTH
+    inside = (p < out_height * OUT_WIDTH) & (c < channels)
     total = tl.zeros((BP, BC), tl.float32)
     begin = X + image * height * width * channels
     for i in tl.static_range(3):
@@ -46,12 +46,12 @@ def _forward(
             x = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
             tap = tl.load(W + d * stride + c * 9 + i * 3 + j, mask=c < channels, other=0.0)
             total += x * tap
-    tl.store(Y + (image * out_height * out_width + p) * channels + c, total, mask=inside)
+    tl.store(Y + (image * out_height * OUT_WIDTH + p) * channels + c, total, mask=inside)
 
 
 @_compiled_once
 def _input(
-    G, W, ASKED, GX, stride, samples, height, width, out_height, out_width, channels,
+    G, W, ASKED, GX, stride, samples, height, out_height, out_width, channels, WIDTH: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +59,8 @@ def _input(
     d = image // samples
     p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
-    h, w = p // width, p % width
-    inside = (p < height * width) & (c < channels) & (tl.load(ASKED + d) != 0)
+    h, w = p // WIDTH, p % WIDTH
+    inside = (p < height * WIDTH) & (c < channels) & (tl.load(ASKED + d) != 0)
     total = tl.zeros((BP, BC), tl.float32)
     begin = G + image * out_height * out_width * channels
     for i in tl.static_range(3):
@@ -73,30 +73,28 @@ def _input(
             g = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
             tap = tl.load(W + d * stride + c * 9 + i * 3 + j, mask=c < channels, other=0.0)
             total += g * tap
-    tl.store(GX + (image * height * width + p) * channels + c, total, mask=inside)
+    tl.store(GX + (image * height * WIDTH + p) * channels + c, total, mask=inside)
 
 
 @triton.jit
-def _row_of_taps(sums, g, source, column, inside, width, channels, c):
-    """Three taps side by side, from the column of the first on."""
+def _row_of_taps(sums, g, source, channels, first, second, third):
+    """Three taps side by side, each with whether there is something."""
     left, middle, right = sums
-    there = inside & (column >= 0) & (column < width)
-    x = tl.load(source + column * channels + c, mask=there, other=0.0)
-    left += x.to(tl.float32) * g
-    column += 1
-    there = inside & (column >= 0) & (column < width)
-    x = tl.load(source + column * channels + c, mask=there, other=0.0)
-    middle += x.to(tl.float32) * g
-    column += 1
-    there = inside & (column >= 0) & (column < width)
-    x = tl.load(source + column * channels + c, mask=there, other=0.0)
-    right += x.to(tl.float32) * g
+    left += tl.load(source, mask=first, other=0.0).to(tl.float32) * g
+    middle += tl.load(source + channels, mask=second, other=0.0).to(tl.float32) * g
+    right += tl.load(source + 2 * channels, mask=third, other=0.0).to(tl.float32) * g
     return left, middle, right
+
+
+@triton.jit
+def _within(i, size):
+    return i.to(tl.uint32, bitcast=True) < size.to(tl.uint32, bitcast=True)  # negative is large
 
 
 @_compiled_once
 def _weight(
-    G, X, ASKED, OUT, samples, height, width, out_height, out_width, channels, turns,
+    G, X, ASKED, OUT, samples, height, width, channels, turns,
+    OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -108,23 +106,32 @@ def _weight(
     middle = (nothing, nothing, nothing)
     bottom = (nothing, nothing, nothing)
     needed = (tl.load(ASKED + d) != 0).to(tl.int32)
-    positions = samples * out_height * out_width
+    positions = samples * OUT_HEIGHT * OUT_WIDTH
+    # This kernel is bound by how many instructions it has: places are 32-bit numbers.
+    own = X + d * samples * height * width * channels
     for turn in range(turns * needed):
         p = (piece * turns + turn) * BP + tl.arange(0, BP)[:, None]
         inside = (p < positions) & (c < channels)
-        g = tl.load(G + (d * positions + p) * channels + c, mask=inside, other=0.0).to(tl.float32)
-        h = p // out_width
-        image, h = h // out_height, h % out_height
-        row, column = h * STRIDE_H - PAD_H, p % out_width * STRIDE_W - PAD_W
-        source = X + ((d * samples + image) * height + row) * width * channels
-        there = inside & (row >= 0) & (row < height)
-        top = _row_of_taps(top, g, source, column, there, width, channels, c)
-        there = inside & (row + 1 >= 0) & (row + 1 < height)
-        source += width * channels
-        middle = _row_of_taps(middle, g, source, column, there, width, channels, c)
-        there = inside & (row + 2 >= 0) & (row + 2 < height)
-        source += width * channels
-        bottom = _row_of_taps(bottom, g, source, column, there, width, channels, c)
+        g = tl.load(G + d * positions * channels + (p * channels + c), mask=inside, other=0.0)
+        g = g.to(tl.float32)
+        line, column = p // OUT_WIDTH, p % OUT_WIDTH * STRIDE_W - PAD_W
+        row = line % OUT_HEIGHT * STRIDE_H - PAD_H
+        left = inside & _within(column, width)
+        center = inside & _within(column + 1, width)
+        right = inside & _within(column + 2, width)
+        at = ((line // OUT_HEIGHT * height + row) * width + column) * channels + c
+        there = _within(row, height)
+        top = _row_of_taps(top, g, own + at, channels, left & there, center & there, right & there)
+        there = _within(row + 1, height)
+        at += width * channels
+        middle = _row_of_taps(
+            middle, g, own + at, channels, left & there, center & there, right & there
+        )
+        there = _within(row + 2, height)
+        at += width * channels
+        bottom = _row_of_taps(
+            bottom, g, own + at, channels, left & there, center & there, right & there
+        )
     out = OUT + ((d * tl.num_programs(0) + piece) * channels + c) * 9
     for j in tl.static_range(3):
         tl.store(out + j, tl.sum(top[j], 0)[None, :], mask=c < channels)
@@ -168,7 +175,7 @@ def depthwise(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
     grid = triton.cdiv(sizes[0] * sizes[1], down), triton.cdiv(channels, across), d * b
     w = _by_device(w)
     _forward[grid](
-        x, w, y, w.stride(0), b, height, width, *sizes, channels, **_walk(geometry),
+        x, w, y, w.stride(0), b, height, width, sizes[0], channels, sizes[1], **_walk(geometry),
         BP=down, BC=across,
     )  # fmt: skip
     return y.permute(0, 1, 4, 2, 3)
@@ -182,7 +189,7 @@ def depthwise_input(g: Tensor, w: Tensor, x: Tensor, geometry: Geometry, asked: 
     grid = triton.cdiv(height * width, down), triton.cdiv(channels, across), d * b
     w = _by_device(w)
     _input[grid](
-        g, w, asked, gx, w.stride(0), b, height, width, *g.shape[3:], channels, **_walk(geometry),
+        g, w, asked, gx, w.stride(0), b, height, *g.shape[3:], channels, width, **_walk(geometry),
         BP=down, BC=across,
     )  # fmt: skip
     return gx.permute(0, 1, 4, 2, 3)
@@ -202,7 +209,7 @@ def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked:
     pieces = triton.cdiv(tiles, turns)
     parts = torch.empty(d, pieces, *w.shape[1:], device=g.device)
     _weight[pieces, wide, d](
-        g, x, asked, parts, b, height, width, out_height, out_width, channels, turns,
+        g, x, asked, parts, b, height, width, channels, turns, out_height, out_width,
         **_walk(geometry), BP=down, BC=across,
     )  # fmt: skip
     return parts.sum(1) if pieces > 1 else parts[:, 0]

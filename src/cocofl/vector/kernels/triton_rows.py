@@ -19,8 +19,8 @@ from torch import Tensor
 from cocofl.numerics import SIGNED_LEVELS, StackedGrid
 from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
 
-_TILE = 2048  # elements that a program holds at a time
-_PROGRAMS = 2048  # enough of them to fill a large GPU
+_TILE = 2048  # float32 numbers that a program holds at a time
+_PROGRAMS = 528  # that sum something up: enough to fill a large GPU, and each has much to read
 _CHUNKS = 128  # partial sums per channel, at most
 
 # Triton compiles a kernel anew for sizes and addresses that are multiples of 16, and each takes a
@@ -35,12 +35,14 @@ _compiled_once = partial(
 )
 
 
-def _blocks(n: int, channels: int) -> tuple[int, int]:
+def _blocks(x: Tensor) -> tuple[int, int]:
     """Rows and channels of a tile; few lanes of it should fall outside."""
+    _, n, channels = x.shape
     across = 64
     while across > 16 and triton.cdiv(channels, across) * across > 1.15 * channels:
         across //= 2
-    return max(1, min(_TILE // across, triton.next_power_of_2(n))), across
+    room = _TILE * 4 // x.element_size()
+    return max(1, min(room // across, triton.next_power_of_2(n))), across
 
 
 def _chunks(devices: int, n: int, down: int, wide: int) -> tuple[int, int]:
@@ -110,7 +112,7 @@ def _moments(
     origin = tl.load(Y + (d * n + first) * channels + c, mask=there, other=0.0).to(tl.float32)
     total = tl.zeros((BN, BC), tl.float32)
     squares = tl.zeros((BN, BC), tl.float32)
-    for turn in range(turns * needed):
+    for turn in tl.range(turns * needed, num_stages=3):
         r = first + turn * BN + tl.arange(0, BN)[:, None]
         inside = (r < rows) & (c < channels)
         y = tl.load(Y + (d * n + r) * channels + c, mask=inside, other=0.0).to(tl.float32)
@@ -189,7 +191,7 @@ def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
     """Normalise with the batch where a device trains, else with what was folded."""
     y = y.contiguous()
     d, n, channels = y.shape
-    down, across = _blocks(n, channels)
+    down, across = _blocks(y)
     wide = triton.cdiv(channels, across)
     turns, chunks = _chunks(d, n, down, wide)
     mean = torch.empty(d, chunks, channels, device=y.device)
@@ -262,7 +264,7 @@ def finish(
         return y.view_as(y)
     d, n, channels = y.shape
     z = torch.empty_like(y)
-    down, across = _blocks(n, channels)
+    down, across = _blocks(y)
     _finish[d, triton.cdiv(n, down), triton.cdiv(channels, across)](
         y, factor, offset, None if addend is None else addend.contiguous(), z, *_grid(grid),
         activation.upper or 0.0, _stride(offset), n, channels,
@@ -411,7 +413,7 @@ def back(
     Only the devices of ``asked`` get a gradient.
     """
     d, n, channels = g.shape
-    down, across = _blocks(n, channels)
+    down, across = _blocks(g)
     wide = triton.cdiv(channels, across)
     flags: dict[str, Any] = {
         "ACTIVATION": activation.present, "CAPPED": activation.cap is not None,
