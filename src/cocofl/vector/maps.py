@@ -1,8 +1,8 @@
 """Layers of many devices at once: each device's own weights on its own mini-batch.
 
 A linear layer and a 1×1 convolution are batched matrix products, since images lie channels last;
-other convolutions are grouped ones on the CPU, and on CUDA one after the other (in a captured
-graph that costs no launch) or, if depthwise, a kernel of our own.
+other convolutions are grouped ones on the CPU, and on CUDA kernels of our own. Those that have
+none (of several channels in groups, dilated, or of float64) run there one device after the other.
 
 A device computes with its own weight where it trains, else with a folded one, of which there may
 be two: int8 quantizes a weight per output channel forward and per input channel backward. The
@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl.freeze.kernels import Geometry
-from cocofl.vector.fused import depthwise_for
-from cocofl.vector.streams import side_by_side
+from cocofl.vector.fused import Convolution, dense_for, depthwise_for
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
 _FEW = 64
@@ -90,8 +89,9 @@ def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
     few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
     if x.is_cuda and few and not x.requires_grad:
         return _unfolded(x, w, geometry)
-    if (kernels := depthwise_for(x, w.own, geometry)) is not None:
-        return _apply(_Depthwise, x, *w, geometry, kernels)
+    kernels = depthwise_for(x, w.own, geometry) or dense_for(x, geometry)
+    if kernels is not None:
+        return _apply(_ConvolveFused, x, *w, geometry, kernels)
     return _apply(_Convolve, x, *w, geometry)
 
 
@@ -156,12 +156,10 @@ class _Convolve(torch.autograd.Function):
         g, w = geometry, w.to(x.dtype)
         if x.is_cuda:
             return _stack_images(
-                side_by_side(
-                    lambda one, own: F.conv2d(
-                        one, own, None, g.stride, g.padding, g.dilation, g.groups
-                    ),
-                    list(zip(x, _channels_last(w), strict=True)),
-                )
+                [
+                    F.conv2d(one, own, None, g.stride, g.padding, g.dilation, g.groups)
+                    for one, own in zip(x, _channels_last(w), strict=True)
+                ]
             )
         groups = len(x) * g.groups
         y = F.conv2d(
@@ -183,10 +181,9 @@ class _Convolve(torch.autograd.Function):
 
         if x.is_cuda:
             grad = grad if _is_channels_last(grad) else _as_channels_last(grad)
-            parts = side_by_side(
-                lambda grad, one, own: back(grad, one, own, g.groups),
-                list(zip(grad, x, _channels_last(w_back), strict=True)),
-            )
+            parts = [
+                back(*each, g.groups) for each in zip(grad, x, _channels_last(w_back), strict=True)
+            ]
             gx = _stack_images([p[0] for p in parts]) if mask[0] else None
             gw = torch.stack([p[1] for p in parts]) if mask[1] else None
         else:
@@ -197,8 +194,8 @@ class _Convolve(torch.autograd.Function):
         return gx, None if gw is None else gw.to(ctx.weight_dtype), None, None, None
 
 
-class _Depthwise(torch.autograd.Function):
-    """A convolution of each channel by itself, by kernels of our own."""
+class _ConvolveFused(torch.autograd.Function):
+    """A convolution by kernels of our own."""
 
     @staticmethod
     def forward(
@@ -208,13 +205,12 @@ class _Depthwise(torch.autograd.Function):
         w: Tensor,
         w_back: Tensor,
         geometry: Geometry,
-        kernels: Any,
+        kernels: Convolution,
     ) -> Tensor:
         x = _as_channels_last(x)
         ctx.save_for_backward(x, w_back)
         ctx.geometry, ctx.kernels, ctx.weight_dtype = geometry, kernels, own.dtype
-        result: Tensor = kernels.depthwise(x, w, geometry)
-        return result
+        return kernels.forward(x, w, geometry)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -222,9 +218,9 @@ class _Depthwise(torch.autograd.Function):
         g, walk = _as_channels_last(g), ctx.geometry
         gx = gw = None
         if ctx.needs_input_grad[0]:
-            gx = ctx.kernels.depthwise_input(g, w_back, x, walk)
+            gx = ctx.kernels.input(g, w_back, x, walk)
         if ctx.needs_input_grad[1]:
-            gw = ctx.kernels.depthwise_weight(g, x, w_back, walk).to(ctx.weight_dtype)
+            gw = ctx.kernels.weight(g, x, w_back, walk).to(ctx.weight_dtype)
         return gx, gw, None, None, None, None
 
 
