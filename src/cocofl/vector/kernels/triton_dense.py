@@ -193,19 +193,28 @@ def _weight(
 
 
 @_compiled_once
-def _lay(OWN, OUT, stride, inputs, filters, taps, BACK: tl.constexpr, SIDE: tl.constexpr):
-    """(filter, in, tap) to (filter, tap, in), or ``BACK`` to (in, tap, filter)."""
+def _lay(OWN, OUT, stride, inputs, filters, taps, SIDE: tl.constexpr):
+    """(filter, in, tap) to (filter, tap, in)."""
     d = tl.program_id(2).to(tl.int64)
-    o = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[:, None]
-    c = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[None, :]
-    inside = (o < filters) & (c < inputs)
+    # Neighbouring threads have the first index: they read places of a line that stays in cache.
+    c = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[:, None]
+    o = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
+    inside = (c < inputs) & (o < filters)
     out_from = OUT + d * filters * inputs * taps
     for tap in range(taps):
         w = tl.load(OWN + d * stride + (o * inputs + c) * taps + tap, inside, other=0.0)
-        if BACK:
-            tl.store(out_from + (c * taps + tap) * filters + o, w, inside)
-        else:
-            tl.store(out_from + (o * taps + tap) * inputs + c, w, inside)
+        tl.store(out_from + (o * taps + tap) * inputs + c, w, inside)
+
+
+@_compiled_once
+def _lay_back(OWN, OUT, stride, row, filters, SIDE: tl.constexpr):
+    """(filter, in · tap) to (in · tap, filter)."""
+    d = tl.program_id(2).to(tl.int64)
+    f = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[:, None]
+    o = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
+    inside = (f < row) & (o < filters)
+    w = tl.load(OWN + d * stride + o * row + f, inside, other=0.0)
+    tl.store(OUT + d * filters * row + f * filters + o, w, inside)
 
 
 @_compiled_once
@@ -238,7 +247,7 @@ def product_tile(x: Tensor, channels: int, outputs: int) -> Tile:
     """For images times weights."""
     terms = 32 if x.dtype == torch.float32 else 64
     if _is_exact(x):
-        return Tile(64, _side(outputs, 64), 16, 4, 2)
+        return Tile(64, _side(outputs, 64), 16, 4, 3)
     while terms > 16 and channels % terms:
         terms //= 2
     columns = _side(outputs, 128)
@@ -248,7 +257,7 @@ def product_tile(x: Tensor, channels: int, outputs: int) -> Tile:
 def weight_tile(x: Tensor, row: int, outputs: int) -> Tile:
     """For gradients times images; ``row`` is how many weights an output channel has."""
     if _is_exact(x):
-        return Tile(_side(outputs, 64), _side(row, 64), 16, 4, 2)
+        return Tile(_side(outputs, 64), _side(row, 64), 16, 4, 3)
     rows, terms = _side(outputs, 128), 32 if x.dtype == torch.float32 else 64
     through = x.dtype == torch.float32 and rows >= 64  # else the product is not one of wgmma
     return Tile(rows, _side(row, 128), terms, 8 if rows == 128 else 4, 3, through)
@@ -260,9 +269,13 @@ def laid(w: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
     taps = w.shape[3] * w.shape[4]
     w = w if w[0].is_contiguous() else w.contiguous()
     out = torch.empty(d, filters * inputs * taps, dtype=dtype, device=w.device)
-    _lay[triton.cdiv(inputs, _SIDE), triton.cdiv(filters, _SIDE), d](
-        w, out, w.stride(0), inputs, filters, taps, BACK=back, SIDE=_SIDE
-    )
+    up = triton.cdiv(filters, _SIDE)
+    if back:
+        row = inputs * taps
+        _lay_back[triton.cdiv(row, _SIDE), up, d](w, out, w.stride(0), row, filters, SIDE=_SIDE)
+    else:
+        across = triton.cdiv(inputs, _SIDE)
+        _lay[across, up, d](w, out, w.stride(0), inputs, filters, taps, SIDE=_SIDE)
     return out
 
 
