@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.fused import dense_for, depthwise_for
-from cocofl.vector.maps import Weights, stacked_layer
+from cocofl.vector.maps import Weights, side_by_side, stacked_layer
 from cocofl.vector.precision import Precision
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
@@ -97,6 +97,15 @@ def test_gradients_repeat_to_the_bit() -> None:
         y = stacked_layer(x, Weights(own, own.detach(), own.detach()), SAME)
         found.append(torch.autograd.grad(y.square().sum(), own)[0])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, -3])
+def test_concatenated_images_stay_channels_last(dim: int) -> None:
+    parts = [torch.randn(2, 3, 4, 4, 6).permute(0, 1, 4, 2, 3) for _ in range(3)]
+    together = side_by_side(parts, dim)
+    assert torch.equal(together, torch.cat(parts, dim))
+    if dim in {2, -3}:
+        assert together.permute(0, 1, 3, 4, 2).is_contiguous()
 
 
 def test_the_cpu_has_plain_kernels_only() -> None:

@@ -11,6 +11,7 @@ gradient is that of the own weight in any case; the optimizer knows who trains.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,13 @@ def from_rows(rows: Tensor, like: Tensor, *, image: bool = True) -> Tensor:
     if like.ndim == 2:
         return rows.view(like.shape)
     return rows.view(*like.shape[:-1], -1)
+
+
+def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenated along ``dim``; images stay channels last, which ``torch.cat`` would undo."""
+    if parts[0].ndim == 5 and dim % 5 == 2:
+        return from_rows(torch.cat([rows_of(part) for part in parts], -1), parts[0])
+    return torch.cat(list(parts), dim)
 
 
 def is_pointwise(shape: tuple[int, ...], geometry: Geometry) -> bool:
@@ -162,9 +170,7 @@ class _Convolve(torch.autograd.Function):
                 ]
             )
         groups = len(x) * g.groups
-        y = F.conv2d(
-            _side_by_side(x), w.flatten(0, 1), None, g.stride, g.padding, g.dilation, groups
-        )
+        y = F.conv2d(_in_groups(x), w.flatten(0, 1), None, g.stride, g.padding, g.dilation, groups)
         return _apart(y, len(x))
 
     @staticmethod
@@ -188,7 +194,7 @@ class _Convolve(torch.autograd.Function):
             gw = torch.stack([p[1] for p in parts]) if mask[1] else None
         else:
             wide = len(x) * g.groups
-            gx, gw = back(_side_by_side(grad), _side_by_side(x), w_back.flatten(0, 1), wide)
+            gx, gw = back(_in_groups(grad), _in_groups(x), w_back.flatten(0, 1), wide)
             gx = _apart(gx, len(x)) if mask[0] else None
             gw = gw.view(w_back.shape) if mask[1] else None
         return gx, None if gw is None else gw.to(ctx.weight_dtype), None, None, None
@@ -240,7 +246,7 @@ def _stack_images(each: list[Tensor]) -> Tensor:
     return torch.stack([one.permute(0, 2, 3, 1) for one in each]).permute(0, 1, 4, 2, 3)
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def _in_groups(x: Tensor) -> Tensor:
     """(device, sample, channel, …) to (sample, device · channel, …)."""
     return x.transpose(0, 1).flatten(1, 2)
 
