@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,7 @@ _NOWHERE = tl.constexpr(-(1 << 30))  # a row that no image has, whatever is adde
 _SIZES = ("images", "height", "width", "out_height", "out_width", "tall", "wide", "units")
 _SIZES += ("step_h", "step_w", "spread_h", "spread_w", "direction", "pad_h", "pad_w")
 _SIZES += ("turns", "pieces", "patch_h", "patch_w", "taps", "stride", "inputs", "filters")
-_SIZES += ("row", "size")
+_SIZES += ("row", "size", "zero")
 _compiled_once = partial(
     triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=("OWN",)
 )
@@ -46,6 +46,22 @@ class Tile(NamedTuple):
     stages: int
     through: bool = False
     """Operands that lie the wrong way round for a matrix unit go through registers."""
+    cached: bool = False
+    """Images go through a multiprocessor's own cache: taps read nearly the same."""
+    registers: int | None = None
+    """Of a thread, at most, so that more programs run at a time."""
+
+    def part(self, x: Tensor) -> int:
+        """Elements that are copied at a time: a copy of 16 bytes goes past the cache, of 8 not."""
+        return 8 // x.element_size() if self.cached else 16
+
+    def launch(self) -> dict[str, Any]:
+        """What Triton takes of it at a launch."""
+        found = {
+            "BM": self.rows, "BN": self.columns, "BK": self.terms,
+            "num_warps": self.warps, "num_stages": self.stages,
+        }  # fmt: skip
+        return found if self.registers is None else found | {"maxnreg": self.registers}
 
 
 @triton.jit
@@ -57,8 +73,8 @@ def _within(at, size):
 @_compiled_once
 def _convolve(
     X, W, Y, images, height, width, out_height, out_width, units, outputs, tall, wide,
-    step_h, step_w, spread_h, spread_w, direction, pad_h, pad_w,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    step_h, step_w, spread_h, spread_w, direction, pad_h, pad_w, zero,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one device: positions of all its images by output channels.
@@ -85,7 +101,7 @@ def _convolve(
     column = v * step_w - direction * ((s + pad_w - j) // spread_w)
     channels = units * UNIT
     x_at = ((image * height + row) * width + column) * channels
-    x_from = X + d * images * height * width * channels
+    x_from = X + zero * PART + d * images * height * width * channels
     w_at = n * tall * wide * channels
     w_from = W + d * outputs * tall * wide * channels
 
@@ -103,13 +119,14 @@ def _convolve(
         tap = (i + down * spread_h) * wide + j + across * spread_w
         w = tl.load(w_from + w_at[None, :] + (tap * channels + k)[:, None], w_mask, other=0.0)
         total = tl.dot(x, w, total, input_precision=PRECISION)
-        first += BK
-        done = first >= channels
-        first = tl.where(done, 0, first)
-        across = tl.where(done, across + 1, across)
+        # Taps before channels: what the next tap reads was, for the most part, just read.
+        across += 1
         done = across >= taps_across
         across = tl.where(done, 0, across)
         down = tl.where(done, down + 1, down)
+        done = down >= taps_down
+        down = tl.where(done, 0, down)
+        first = tl.where(done, first + BK, first)
 
     y_at = ((image * out_height + y_row) * out_width + y_column) * outputs
     y_from = Y + d * images * out_height * out_width * outputs
@@ -133,8 +150,8 @@ def _through_registers(x, THROUGH: tl.constexpr):
 @_compiled_once
 def _weight(
     X, G, OUT, images, height, width, out_height, out_width, units, outputs, tall, wide,
-    step_h, step_w, pad_h, pad_w, turns, pieces, patch_h, patch_w,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, THROUGH: tl.constexpr,
+    step_h, step_w, pad_h, pad_w, turns, pieces, patch_h, patch_w, zero,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, THROUGH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one device's gradient, over one piece of its positions.
@@ -158,7 +175,7 @@ def _weight(
     patch_images = BK // (patch_h * patch_w)
     x_at = ((image * height + u * step_h) * width + v * step_w) * channels
     g_at = ((image * out_height + u) * out_width + v) * outputs
-    x_from = X + d * images * height * width * channels
+    x_from = X + zero * PART + d * images * height * width * channels
     g_from = G + d * images * out_height * out_width * outputs
 
     down, across = tl.cdiv(out_height, patch_h), tl.cdiv(out_width, patch_w)
@@ -296,10 +313,9 @@ def _product(
     grid = triton.cdiv(positions, tile.rows) * triton.cdiv(outputs, tile.columns), classes, d
     _convolve[grid](
         x, w, y, images, height, width, out_height, out_width, channels // unit, outputs, *taps,
-        *step, *spread, -1 if back else 1, *geometry.padding,
-        UNIT=unit, EVEN=channels % tile.terms == 0, PRECISION=_precision(x),
-        BM=tile.rows, BN=tile.columns, BK=tile.terms,
-        num_warps=tile.warps, num_stages=tile.stages,
+        *step, *spread, -1 if back else 1, *geometry.padding, 0,
+        UNIT=unit, EVEN=channels % tile.terms == 0, PRECISION=_precision(x), PART=tile.part(x),
+        **tile.launch(),
     )  # fmt: skip
     return y.permute(0, 1, 4, 2, 3)
 
@@ -353,10 +369,9 @@ def dense_weight(
     unit = gcd(channels, 16)
     _weight[*grid, d * pieces](
         x, g, parts, b, height, width, *g.shape[3:], channels // unit, outputs, *w.shape[3:],
-        *geometry.stride, *geometry.padding, turns, pieces, patch_h, patch_w,
-        UNIT=unit, PRECISION=_precision(x), THROUGH=tile.through,
-        BM=tile.rows, BN=tile.columns, BK=tile.terms,
-        num_warps=tile.warps, num_stages=tile.stages,
+        *geometry.stride, *geometry.padding, turns, pieces, patch_h, patch_w, 0,
+        UNIT=unit, PRECISION=_precision(x), THROUGH=tile.through, PART=tile.part(x),
+        **tile.launch(),
     )  # fmt: skip
     gw = torch.empty(w.shape, device=g.device)
     size = outputs * row
