@@ -20,6 +20,7 @@ from cocofl.numerics import SIGNED_LEVELS, StackedGrid
 from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
 
 _TILE = 2048  # elements that a program holds at a time
+_LINE = 32  # elements of a row that are worth reading at a time
 _PROGRAMS = 2048  # enough of them to fill a large GPU
 _CHUNKS = 128  # partial sums per channel, at most
 
@@ -36,11 +37,21 @@ _compiled_once = partial(
 
 
 def _blocks(n: int, channels: int) -> tuple[int, int]:
-    """Rows and channels of a tile; few lanes of it should fall outside."""
-    across = 128
-    while across > 8 and triton.cdiv(channels, across) * across > 1.15 * channels:
+    """Rows and channels of a tile; few lanes of it should fall outside.
+
+    But not by reading less than 128 bytes of a row at a time: what a lane outside costs is little
+    next to a line that comes from memory twice.
+    """
+
+    def lanes(across: int) -> int:
+        return triton.cdiv(channels, across) * across
+
+    across = best = min(128, max(8, triton.next_power_of_2(channels)))
+    while across > _LINE and lanes(across) > 1.15 * channels:
         across //= 2
-    return max(1, min(_TILE // across, triton.next_power_of_2(n))), across
+        if lanes(across) < lanes(best):
+            best = across
+    return max(1, min(_TILE // best, triton.next_power_of_2(n))), best
 
 
 def _chunks(devices: int, n: int, down: int, wide: int) -> tuple[int, int]:
