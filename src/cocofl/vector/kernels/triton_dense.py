@@ -97,7 +97,9 @@ def _convolve(
     image, u, v = m // (rows * columns), m // columns % rows, m % columns
     y_row, y_column = u * spread_h + r, v * spread_w + s
     inside = (image < images) & (y_row < out_height) & (y_column < out_width)
-    row = tl.where(inside, u * step_h - direction * ((r + pad_h - i) // spread_h), _NOWHERE)
+    some = taps_down * taps_across > 0
+    row = u * step_h - direction * ((r + pad_h - i) // spread_h)
+    row = tl.where(inside & some, row, _NOWHERE)
     column = v * step_w - direction * ((s + pad_w - j) // spread_w)
     channels = units * UNIT
     x_at = ((image * height + row) * width + column) * channels
@@ -107,11 +109,13 @@ def _convolve(
 
     total = tl.zeros((BM, BN), tl.float32)
     first, down, across = 0, 0, 0  # channel and tap
-    for _ in range(taps_down * taps_across * tl.cdiv(channels, BK)):
+    steps = taps_down * taps_across * tl.cdiv(channels, BK)
+    # At least one, of nothing if need be: else products wait for one another.
+    for _ in range(tl.maximum(steps, 1)):
         k = tl.multiple_of(first, BK) + tl.arange(0, BK)
         there = _within(row + direction * down, height)
         there = there & _within(column + direction * across, width)
-        x_mask, w_mask = there[:, None], (n < outputs)[None, :]
+        x_mask, w_mask = there[:, None], ((n < outputs) & some)[None, :]
         if not EVEN:
             x_mask, w_mask = x_mask & (k < channels)[None, :], w_mask & (k < channels)[:, None]
         shift = direction * (down * width + across) * channels
@@ -183,6 +187,7 @@ def _weight(
     from_image = patch // (down * across) * patch_images
     from_u, from_v = patch // across % down * patch_h, patch % across * patch_w
     total = tl.zeros((BM, BN), tl.float32)
+    tl.assume(turns > 0)
     for _ in range(turns):
         present = image + from_image < images
         there = _within((u * step_h)[:, None] + i[None, :] + from_u * step_h, height)
@@ -268,16 +273,18 @@ def product_tile(x: Tensor, channels: int, outputs: int) -> Tile:
     while terms > 16 and channels % terms:
         terms //= 2
     columns = _side(outputs, 128)
-    return Tile(128, columns, terms, 8 if columns == 128 else 4, 3)
+    if columns == 128:
+        return Tile(128, columns, terms, 8, 3, registers=128)  # so that two run at a time
+    return Tile(128, columns, terms, 4, 3)
 
 
 def weight_tile(x: Tensor, row: int, outputs: int) -> Tile:
     """For gradients times images; ``row`` is how many weights an output channel has."""
     if _is_exact(x):
         return Tile(_side(outputs, 64), _side(row, 64), 16, 4, 3)
-    rows, terms = _side(outputs, 128), 32 if x.dtype == torch.float32 else 64
-    through = x.dtype == torch.float32 and rows >= 64  # else the product is not one of wgmma
-    return Tile(rows, _side(row, 128), terms, 8 if rows == 128 else 4, 3, through)
+    rows, single = _side(outputs, 64), x.dtype == torch.float32
+    # Fewer than 64 rows go to other matrix units, to which it is all the same how operands lie.
+    return Tile(rows, _side(row, 128), 32 if single else 64, 4, 3, through=single and rows == 64)
 
 
 def laid(w: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
