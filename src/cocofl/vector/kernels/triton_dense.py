@@ -97,12 +97,13 @@ def _convolve(
     image, u, v = m // (rows * columns), m // columns % rows, m % columns
     y_row, y_column = u * spread_h + r, v * spread_w + s
     inside = (image < images) & (y_row < out_height) & (y_column < out_width)
-    some = taps_down * taps_across > 0
+    some = taps_down * taps_across > 0  # a stride larger than the kernel steps over places
     row = u * step_h - direction * ((r + pad_h - i) // spread_h)
     row = tl.where(inside & some, row, _NOWHERE)
     column = v * step_w - direction * ((s + pad_w - j) // spread_w)
     channels = units * UNIT
     x_at = ((image * height + row) * width + column) * channels
+    # What Triton knows of where images begin decides how much it copies at a time; see Tile.
     x_from = X + zero * PART + d * images * height * width * channels
     w_at = n * tall * wide * channels
     w_from = W + d * outputs * tall * wide * channels
