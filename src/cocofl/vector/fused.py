@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,19 @@ def kernels_for(x: Tensor) -> Any:
     return import_module("cocofl.vector.kernels.triton_rows") if runs_on(x) else plain
 
 
-def depthwise_for(x: Tensor, w: Tensor, geometry: Geometry) -> Any | None:
-    """Our own kernels for 3×3 convolutions of each channel by itself, where they run.
+class Convolution(NamedTuple):
+    """Kernels of our own for one kind of convolution."""
+
+    forward: Callable[[Tensor, Tensor, Geometry], Tensor]
+    """From images and weights."""
+    input: Callable[[Tensor, Tensor, Tensor, Geometry, Tensor], Tensor]
+    """The images' gradient, from that of the result, weights and images, and who needs it."""
+    weight: Callable[[Tensor, Tensor, Tensor, Geometry, Tensor], Tensor]
+    """The weights' gradient, from that of the result, images and weights, and who needs it."""
+
+
+def depthwise_for(x: Tensor, w: Tensor, geometry: Geometry) -> Convolution | None:
+    """For 3×3 convolutions of each channel by itself, where they run.
 
     ``w`` is (device, out, in per group, height, width).
     """
@@ -35,4 +47,13 @@ def depthwise_for(x: Tensor, w: Tensor, geometry: Geometry) -> Any | None:
     small = tuple(w.shape[3:]) == (3, 3) and geometry.dilation == (1, 1)
     if not (by_channel and small and runs_on(x)):
         return None
-    return import_module("cocofl.vector.kernels.triton_depthwise")
+    run = import_module("cocofl.vector.kernels.triton_depthwise")
+    return Convolution(run.depthwise, run.depthwise_input, run.depthwise_weight)
+
+
+def dense_for(x: Tensor, geometry: Geometry) -> Convolution | None:
+    """For convolutions of all channels with all, where they run."""
+    if geometry.groups != 1 or geometry.dilation != (1, 1) or not runs_on(x):
+        return None
+    run = import_module("cocofl.vector.kernels.triton_dense")
+    return Convolution(run.dense, run.dense_input, run.dense_weight)

@@ -15,7 +15,7 @@ from cocofl.freeze.kernels import Geometry
 from cocofl.freeze.lowering import ActOp, CatOp, MapOp
 from cocofl.vector.kernels import Activation
 from cocofl.vector.layers import Finish, finished
-from cocofl.vector.maps import Weights, stacked_layer
+from cocofl.vector.maps import Weights, side_by_side, stacked_layer
 from cocofl.vector.nodes import MAPPED, MERGED, NodeCall
 from cocofl.vector.run import Environment, NormSpec, Run
 from cocofl.vector.slots import Slot
@@ -125,7 +125,7 @@ class Concatenate(OfOperation):
         """See :class:`Instruction`."""
         parts = [run.coded(env, name, self.block) for name in self.op.inputs]
         dim = self.op.dim + 1 if self.op.dim >= 0 else self.op.dim
-        settled: Tensor = run.settle(self.name, torch.cat(parts, dim), self.block)
+        settled: Tensor = run.settle(self.name, side_by_side(parts, dim), self.block)
         return settled
 
 

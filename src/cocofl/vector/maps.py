@@ -1,8 +1,8 @@
 """Layers of many devices at once: each device's own weights on its own mini-batch.
 
 A linear layer and a 1×1 convolution are batched matrix products, since images lie channels last;
-other convolutions are grouped ones on the CPU, and on CUDA one after the other (in a captured
-graph that costs no launch) or, if depthwise, a kernel of our own.
+other convolutions are grouped ones on the CPU, and on CUDA kernels of our own. Those that have
+none (of several channels in groups, dilated, or of float64) run there one device after the other.
 
 A device computes with its own weight where it trains, else with a folded one, of which there may
 be two: int8 quantizes a weight per output channel forward and per input channel backward. The
@@ -12,7 +12,7 @@ gradient is that of the own weight in any case; the optimizer knows who trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl.freeze.kernels import Geometry
-from cocofl.vector.fused import depthwise_for
+from cocofl.vector.fused import Convolution, dense_for, depthwise_for
 from cocofl.vector.kernels import Asked
-from cocofl.vector.streams import Beside, side_by_side
+from cocofl.vector.streams import Beside
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
 _FEW = 64
@@ -71,6 +71,13 @@ def from_rows(rows: Tensor, like: Tensor, *, image: bool = True) -> Tensor:
     return rows.view(*like.shape[:-1], -1)
 
 
+def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenated along ``dim``; images stay channels last, which ``torch.cat`` would undo."""
+    if parts[0].ndim == 5 and dim % 5 == 2:
+        return from_rows(torch.cat([rows_of(part) for part in parts], -1), parts[0])
+    return torch.cat(list(parts), dim)
+
+
 def is_pointwise(shape: tuple[int, ...], geometry: Geometry) -> bool:
     """Whether a convolution only mixes channels (be it at every other position)."""
     return tuple(shape[-2:]) == (1, 1) and geometry.padding == (0, 0) and geometry.groups == 1
@@ -108,8 +115,9 @@ def stacked_layer(
     few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
     if x.is_cuda and few and not x.requires_grad:
         return _unfolded(x, w, geometry)
-    if (kernels := depthwise_for(x, w.own, geometry)) is not None:
-        return _apply(_Depthwise, x, *w, geometry, kernels, asked, beside)
+    kernels = depthwise_for(x, w.own, geometry) or dense_for(x, geometry)
+    if kernels is not None:
+        return _apply(_ConvolveFused, x, *w, geometry, kernels, asked, beside)
     return _apply(_Convolve, x, *w, geometry)
 
 
@@ -183,17 +191,13 @@ class _Convolve(torch.autograd.Function):
         g, w = geometry, w.to(x.dtype)
         if x.is_cuda:
             return _stack_images(
-                side_by_side(
-                    lambda one, own: F.conv2d(
-                        one, own, None, g.stride, g.padding, g.dilation, g.groups
-                    ),
-                    list(zip(x, _channels_last(w), strict=True)),
-                )
+                [
+                    F.conv2d(one, own, None, g.stride, g.padding, g.dilation, g.groups)
+                    for one, own in zip(x, _channels_last(w), strict=True)
+                ]
             )
         groups = len(x) * g.groups
-        y = F.conv2d(
-            _side_by_side(x), w.flatten(0, 1), None, g.stride, g.padding, g.dilation, groups
-        )
+        y = F.conv2d(_in_groups(x), w.flatten(0, 1), None, g.stride, g.padding, g.dilation, groups)
         return _apart(y, len(x))
 
     @staticmethod
@@ -210,22 +214,21 @@ class _Convolve(torch.autograd.Function):
 
         if x.is_cuda:
             grad = grad if _is_channels_last(grad) else _as_channels_last(grad)
-            parts = side_by_side(
-                lambda grad, one, own: back(grad, one, own, g.groups),
-                list(zip(grad, x, _channels_last(w_back), strict=True)),
-            )
+            parts = [
+                back(*each, g.groups) for each in zip(grad, x, _channels_last(w_back), strict=True)
+            ]
             gx = _stack_images([p[0] for p in parts]) if mask[0] else None
             gw = torch.stack([p[1] for p in parts]) if mask[1] else None
         else:
             wide = len(x) * g.groups
-            gx, gw = back(_side_by_side(grad), _side_by_side(x), w_back.flatten(0, 1), wide)
+            gx, gw = back(_in_groups(grad), _in_groups(x), w_back.flatten(0, 1), wide)
             gx = _apart(gx, len(x)) if mask[0] else None
             gw = gw.view(w_back.shape) if mask[1] else None
         return gx, None if gw is None else gw.to(ctx.weight_dtype), None, None, None
 
 
-class _Depthwise(torch.autograd.Function):
-    """A convolution of each channel by itself, by kernels of our own."""
+class _ConvolveFused(torch.autograd.Function):
+    """A convolution by kernels of our own."""
 
     @staticmethod
     def forward(
@@ -235,7 +238,7 @@ class _Depthwise(torch.autograd.Function):
         w: Tensor,
         w_back: Tensor,
         geometry: Geometry,
-        kernels: Any,
+        kernels: Convolution,
         asked: Asked,
         beside: Beside | None,
     ) -> Tensor:
@@ -243,8 +246,7 @@ class _Depthwise(torch.autograd.Function):
         ctx.save_for_backward(x, w_back)
         ctx.geometry, ctx.kernels, ctx.asked = geometry, kernels, asked
         ctx.weight_dtype, ctx.beside = own.dtype, beside
-        result: Tensor = kernels.depthwise(x, w, geometry)
-        return result
+        return kernels.forward(x, w, geometry)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -252,10 +254,10 @@ class _Depthwise(torch.autograd.Function):
         g, walk = _as_channels_last(g), ctx.geometry
         gx = gw = None
         if ctx.needs_input_grad[1]:
-            weight = partial(ctx.kernels.depthwise_weight, g, x, w_back, walk, ctx.asked.weight)
+            weight = partial(ctx.kernels.weight, g, x, w_back, walk, ctx.asked.weight)
             gw = _late(ctx.beside, lambda: weight().to(ctx.weight_dtype), g, x)
         if ctx.needs_input_grad[0]:
-            gx = ctx.kernels.depthwise_input(g, w_back, x, walk, ctx.asked.value)
+            gx = ctx.kernels.input(g, w_back, x, walk, ctx.asked.value)
         return gx, gw, None, None, None, None, None, None
 
 
@@ -275,7 +277,7 @@ def _stack_images(each: list[Tensor]) -> Tensor:
     return torch.stack([one.permute(0, 2, 3, 1) for one in each]).permute(0, 1, 4, 2, 3)
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def _in_groups(x: Tensor) -> Tensor:
     """(device, sample, channel, …) to (sample, device · channel, …)."""
     return x.transpose(0, 1).flatten(1, 2)
 

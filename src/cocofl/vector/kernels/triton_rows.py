@@ -21,6 +21,7 @@ from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
 
 _TILE = 2048  # float32 numbers that a program holds at a time
 _PROGRAMS = 528  # that sum something up: enough to fill a large GPU, and each has much to read
+_LINE = 32  # elements of a row that are worth reading at a time
 _CHUNKS = 128  # partial sums per channel, at most
 
 # Triton compiles a kernel anew for sizes and addresses that are multiples of 16, and each takes a
@@ -36,13 +37,23 @@ _compiled_once = partial(
 
 
 def _blocks(x: Tensor) -> tuple[int, int]:
-    """Rows and channels of a tile; few lanes of it should fall outside."""
+    """Rows and channels of a tile; few lanes of it should fall outside.
+
+    But not by reading less than 128 bytes of a row at a time: what a lane outside costs is little
+    next to a line that comes from memory twice.
+    """
     _, n, channels = x.shape
-    across = 64
-    while across > 16 and triton.cdiv(channels, across) * across > 1.15 * channels:
+
+    def lanes(across: int) -> int:
+        return triton.cdiv(channels, across) * across
+
+    across = best = min(64, max(16, triton.next_power_of_2(channels)))
+    while across > _LINE and lanes(across) > 1.15 * channels:
         across //= 2
+        if lanes(across) < lanes(best):
+            best = across
     room = _TILE * 4 // x.element_size()
-    return max(1, min(room // across, triton.next_power_of_2(n))), across
+    return max(1, min(room // best, triton.next_power_of_2(n))), best
 
 
 def _chunks(devices: int, n: int, down: int, wide: int) -> tuple[int, int]:
