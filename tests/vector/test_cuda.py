@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl import Span, chain_state, split
 from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.vector import Cohort, DeviceWork, Sgd
+from cocofl.vector.fused import attention_for
 from cocofl.vector.levels import factor_row
+from cocofl.vector.precision import Precision
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 
@@ -119,3 +122,43 @@ def test_precisions(precision: str, tolerance: float) -> None:
     moved = exact.parameters - exact.rows_of([state]).parameters
     also = rough.parameters.cpu() - exact.rows_of([state]).parameters
     assert relative(moved[:5], also[:5]) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 1e-5), ("tf32", 2e-3), ("bf16", 2e-2)]
+)
+@pytest.mark.parametrize(("rows", "channels"), [(80, 64), (24, 8), (33, 128)])
+def test_attention(rows: int, channels: int, precision: str, tolerance: float) -> None:
+    """Against float64, with gradients as small as they are in training; one text has no words."""
+    torch.manual_seed(0)
+    own = torch.bfloat16 if precision == "bf16" else torch.float32
+    shape = 3, rows, 2 * channels
+    heads = [
+        torch.randn(shape, device="cuda", dtype=own).unflatten(2, (2, channels)).transpose(1, 2)
+        for _ in range(4)
+    ]
+    inputs, g = [x.requires_grad_() for x in heads[:3]], heads[3].detach() * 1e-6
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    mask = torch.rand(3, 1, 1, rows, device="cuda") < 0.7
+    mask[1] = False
+    kernels = attention_for(*inputs, mask)
+    assert kernels is not None
+    with Precision.named(precision).active():
+        y = kernels.attention(*inputs, mask, channels**-0.5)
+        found = y, *torch.autograd.grad(y, inputs, g)
+    y = F.scaled_dot_product_attention(*exact, attn_mask=mask)
+    expected = y, *torch.autograd.grad(y, exact, g.double())
+    for a, b in zip(expected, found, strict=True):
+        assert not b[1].any()
+        assert relative(a, b.double()) < tolerance
+
+
+def test_a_transformer_in_tf32() -> None:
+    (exact, _), state = cohorts("transformer")
+    (_, rough), _ = cohorts("transformer", precision="tf32")
+    works = [DeviceWork(exact.everything, "f", 0.05)] * 5
+    for cohort in (exact, rough):
+        cohort.train(cohort.rows_of([state]), [frozenset()], works, *mini_batches(5))
+    before = exact.rows_of([state]).parameters
+    moved, also = exact.parameters - before, rough.parameters.cpu() - before
+    assert relative(moved[:5], also[:5]) < 0.05

@@ -12,6 +12,8 @@ from torch import Tensor
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels import plain
 
+_HEAD_CHANNELS = 128  # of which a tile still fits
+
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -36,3 +38,26 @@ def depthwise_for(x: Tensor, w: Tensor, geometry: Geometry) -> Any | None:
     if not (by_channel and small and runs_on(x)):
         return None
     return import_module("cocofl.vector.kernels.triton_depthwise")
+
+
+def attention_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any | None:
+    """Our own attention, where it runs: (sample, head, row, channel), a mask over keys at most."""
+    if not runs_on(query) or query.ndim != 4:
+        return None
+    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
+    fits = query.shape[:2] == key.shape[:2] and query.shape[3] == key.shape[3] <= _HEAD_CHANNELS
+    if not (alike and fits and (mask is None or _is_over_keys(mask, key))):
+        return None
+    return import_module("cocofl.vector.kernels.triton_attention")
+
+
+def _is_over_keys(mask: Tensor, key: Tensor) -> bool:
+    """Whether a mask is the same for all queries: (sample or 1, head or 1, 1, key)."""
+    samples, heads, keys, _ = key.shape
+    return (
+        mask.dtype == torch.bool
+        and mask.ndim == 4
+        and mask.shape[0] in {1, samples}
+        and mask.shape[1] in {1, heads}
+        and mask.shape[2:] == (1, keys)
+    )

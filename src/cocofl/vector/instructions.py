@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 from cocofl.freeze.grids import GRADIENT, OUTPUT
 from cocofl.freeze.kernels import Geometry
-from cocofl.freeze.lowering import ActOp, CatOp, MapOp
+from cocofl.freeze.lowering import ActOp, CatOp, MapOp, NodeOp
+from cocofl.vector.fused import attention_for
 from cocofl.vector.kernels import Activation
 from cocofl.vector.layers import Finish, finished
 from cocofl.vector.maps import Weights, rows_of, stacked_layer
@@ -277,3 +278,58 @@ class Node(Instruction):
         counts = run.counts if call.mixes_samples else None
         result = call.looped(values, held, run.modes[self.block], counts)
         return run.settle(self.name, result, self.block)
+
+
+@dataclass(frozen=True)
+class Attend(Instruction):
+    """Each position gathers from all others: by a kernel of our own where there is one."""
+
+    query: str
+    key: str
+    value: str
+    mask: str | None
+    scale: float | None
+    otherwise: Node
+
+    @classmethod
+    def instead_of(cls, node: Node, op: NodeOp) -> Attend | Node:
+        """The same as ``node``, if all that it does is attention whose weights are not dropped."""
+        call = op.nodes[-1]
+        alone = len(op.nodes) == len(node.call.pieces) == 1 and node.call.way == MERGED
+        if not alone or call.target is not F.scaled_dot_product_attention:
+            return node
+        given: dict[str, Any] = dict(zip(_ATTENTION, call.args, strict=False)) | call.kwargs
+        tensors = [given.pop(name, None) for name in _ATTENTION[:4]]
+        scale = given.pop("scale", None)
+        if any(given.values()) or isinstance(scale, fx.Node):
+            return node
+        query, key, value, mask = (op.names.get(x) for x in tensors)
+        if query is None or key is None or value is None or (mask is None) != (tensors[3] is None):
+            return node
+        return cls(query, key, value, mask, scale, node)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.otherwise.name
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Whose it is."""
+        return self.otherwise.block
+
+    def __call__(self, env: Environment, run: Run) -> Any:
+        """See :class:`Instruction`."""
+        query, key, value = (env[name].flatten(0, 1) for name in (self.query, self.key, self.value))
+        mask = None if self.mask is None else env[self.mask].flatten(0, 1)
+        kernels = attention_for(query, key, value, mask)
+        if kernels is None:
+            return self.otherwise(env, run)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        y = kernels.attention(query, key, value, mask, scale)
+        return run.settle(self.name, y.unflatten(0, env[self.query].shape[:2]), self.block)
+
+
+_ATTENTION = (
+    "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
+)  # fmt: skip

@@ -22,6 +22,7 @@ from cocofl.freeze.lowering import (
     lower,
 )
 from cocofl.vector.instructions import (
+    Attend,
     Concatenate,
     Drop,
     Instruction,
@@ -166,7 +167,7 @@ class _Builder:
             self._inlined[op.name] = tuple(pieces.values())
             return
         call.try_out(self._example)
-        self._made.append(Node(call))
+        self._made.append(Attend.instead_of(Node(call), op))
 
     def _known_layer(self, op: NodeOp, block: int) -> Instruction | None:  # noqa: PLR0911
         """An instruction of its own for a layer that is plainly PyTorch's."""

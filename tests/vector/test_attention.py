@@ -1,0 +1,63 @@
+"""Attention is found in a network, and only where a kernel of our own would compute the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cocofl import split
+from cocofl.models import MODELS
+from cocofl.vector.fused import attention_for
+from cocofl.vector.instructions import Attend, Instruction
+from cocofl.vector.program import Program
+
+
+class Attending(nn.Module):
+    """One attention with options of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner, self.outer, self.options = nn.Linear(8, 8), nn.Linear(8, 3), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, **self.options)
+        return self.outer(y.transpose(1, 2).flatten(2).mean(1))
+
+
+def instructions(model: nn.Module, x: Tensor) -> list[Instruction]:
+    return Program(split(model, x), torch.device("cpu")).instructions
+
+
+def test_every_layer_of_a_transformer_attends() -> None:
+    model = MODELS["transformer"](3, tiny=True)
+    found = [i for i in instructions(model, model.example_input(4)) if isinstance(i, Attend)]
+    assert len(found) == len(model.layers)
+    assert all(i.mask == "0.unsqueeze_1" and i.scale is None for i in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_known"),
+    [
+        ({}, True),
+        ({"scale": 0.25, "dropout_p": 0.0}, True),
+        ({"is_causal": True}, False),
+        ({"dropout_p": 0.5}, False),
+        ({"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, False),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_left_to_pytorch(
+    options: dict[str, Any], is_known: bool
+) -> None:
+    found = instructions(Attending(**options), torch.randn(4, 5, 8))
+    assert any(isinstance(i, Attend) for i in found) == is_known
+
+
+def test_without_a_gpu_there_is_no_kernel() -> None:
+    heads = torch.randn(2, 2, 5, 4)
+    assert attention_for(heads, heads, heads, None) is None
