@@ -14,7 +14,8 @@ from cocofl import Span, chain_state, split
 from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.vector import Cohort, DeviceWork, Sgd
-from cocofl.vector.fused import attention_for
+from cocofl.vector.fused import attention_for, chains_for
+from cocofl.vector.kernels import Dropping
 from cocofl.vector.levels import factor_row
 from cocofl.vector.precision import Precision
 
@@ -24,13 +25,13 @@ BATCH, SAMPLES, STEPS = 8, 40, 3
 WIDTHS = (0.25, 0.5, 1.0)
 
 
-def cohorts(name: str, **more: Any) -> tuple[list[Cohort], dict[str, Tensor]]:
+def cohorts(name: str, dropout: float = 0.0, **more: Any) -> tuple[list[Cohort], dict[str, Tensor]]:
     """The same cohort on the CPU and on the GPU, and the state they begin with."""
     torch.manual_seed(0)
     model = MODELS[name](10, tiny=True)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0
+            module.p = dropout
     x, y = model.example_input(SAMPLES), torch.randint(0, 10, (SAMPLES,))
     chain = split(model, x[:BATCH])
     options = {"optimizer": Sgd(weight_decay=0.01), "precision": "fp32"} | more
@@ -162,3 +163,51 @@ def test_a_transformer_in_tf32() -> None:
     before = exact.rows_of([state]).parameters
     moved, also = exact.parameters - before, rough.parameters.cpu() - before
     assert relative(moved[:5], also[:5]) < 0.05
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25])
+@pytest.mark.parametrize("adds", [True, False])
+def test_norm_of_a_sum(adds: bool, p: float) -> None:
+    """Against float64; the last device drops nothing."""
+    torch.manual_seed(0)
+    x, addend, g = (torch.randn(3, 4, 33, 24, device="cuda") for _ in range(3))
+    rows = torch.randn(3, 100, device="cuda")
+    kernels = chains_for(x)
+    assert kernels is not None
+    dropping = Dropping(p, torch.tensor([True, True, False], device="cuda"))
+
+    def plain(x: Tensor, addend: Tensor, rows: Tensor) -> Tensor:
+        weight, bias = (rows[:, i : i + 24].view(3, 1, 1, 24) for i in (0, 50))
+        return F.layer_norm(x + addend if adds else x, (24,)) * weight + bias
+
+    def fused(x: Tensor, addend: Tensor, rows: Tensor) -> Tensor:
+        torch.cuda.manual_seed(1)
+        weight, bias = rows[:, :24], rows[:, 50:74]
+        added = addend if adds else None
+        result: Tensor = kernels.normalise(x, added, dropping if p else None, weight, bias, 1e-5)
+        return result
+
+    torch.cuda.manual_seed(1)
+    kept = kernels.drop(torch.ones_like(x), dropping) if p else torch.ones_like(x)
+    assert bool((kept[2] == 1).all())
+    assert float((kept[:2] == 0).double().mean()) == pytest.approx(p, abs=0.03)
+    found = torch.autograd.functional.vjp(fused, (x, addend, rows), g)
+    exact = tuple(t.double() for t in (x, addend, rows))
+    expected = torch.autograd.functional.vjp(
+        lambda x, *more: plain(x * kept, *more), exact, g.double()
+    )
+    for a, b in zip((expected[0], *expected[1]), (found[0], *found[1]), strict=True):
+        assert relative(a, b.double()) < 1e-5
+
+
+def test_dropout_repeats_and_draws_anew() -> None:
+    """Captured or not, the seed decides; each step of a captured graph drops other elements."""
+    (_, cohort), state = cohorts("transformer", dropout=0.2)
+    works = [DeviceWork(cohort.everything, "f", 0.05)] * 5
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        cohort.train(cohort.rows_of([state]), [frozenset()], works, *mini_batches(5))
+        found.append(cohort.parameters.clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])

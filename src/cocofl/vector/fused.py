@@ -13,6 +13,7 @@ from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels import plain
 
 _HEAD_CHANNELS = 128  # of which a tile still fits
+_ROW = 4096  # channels that a program can hold at a time
 
 _HAS_TRITON = find_spec("triton") is not None
 
@@ -26,6 +27,13 @@ def kernels_for(x: Tensor) -> Any:
     """Fused kernels where they run, else plain PyTorch."""
     # Triton is imported only where there is a GPU to use it.
     return import_module("cocofl.vector.kernels.triton_rows") if runs_on(x) else plain
+
+
+def chains_for(x: Tensor) -> Any | None:
+    """Our own dropout and LayerNorm, where they run."""
+    if not (runs_on(x) and x.shape[-1] <= _ROW):
+        return None
+    return import_module("cocofl.vector.kernels.triton_chains")
 
 
 def depthwise_for(x: Tensor, w: Tensor, geometry: Geometry) -> Any | None:

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from cocofl.freeze.grids import GRADIENT, OUTPUT
 from cocofl.freeze.kernels import Geometry
 from cocofl.freeze.lowering import ActOp, CatOp, MapOp, NodeOp
-from cocofl.vector.fused import attention_for
-from cocofl.vector.kernels import Activation
+from cocofl.vector.fused import attention_for, chains_for
+from cocofl.vector.kernels import Activation, Dropping
 from cocofl.vector.layers import Finish, finished
 from cocofl.vector.maps import Weights, rows_of, stacked_layer
 from cocofl.vector.nodes import MAPPED, MERGED, NodeCall
@@ -221,22 +221,42 @@ class Drop(Instruction):
     node: fx.Node
     module: nn.Module | None
 
+    @property
+    def p(self) -> float:
+        """How likely an element is dropped."""
+        if self.module is not None:
+            return float(self.module.p)  # type: ignore[arg-type]
+        given: dict[str, Any] = dict(zip(("input", "p"), self.node.args, strict=False))
+        return float((given | self.node.kwargs).get("p", 0.5))
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element is dropped by itself, and only some of them are."""
+        own = F.dropout if self.module is None else nn.Dropout
+        kind = self.node.target if self.module is None else type(self.module)
+        return kind is own and 0.0 < self.p < 1.0
+
+    def dropping(self, run: Run) -> Dropping | None:
+        """On which devices it is active now."""
+        return None if run.averages else Dropping(self.p, run.roles.with_batch[self.block])
+
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         x: Tensor = env[self.x]
-        if run.averages:
+        dropping = self.dropping(run)
+        if dropping is None:
             return x
+        if self.is_elementwise and (kernels := chains_for(x)) is not None:
+            dropped: Tensor = kernels.drop(x, dropping)
+            return dropped
         merged = x.flatten(0, 1)
         if self.module is not None:
             # The functional form: the module itself may work in place.
-            kind = type(self.module).__name__
-            function = getattr(F, _DROPOUTS[kind])
-            y = function(merged, p=self.module.p, training=True)
+            y = getattr(F, _DROPOUTS[type(self.module).__name__])(merged, p=self.p, training=True)
         else:
-            given = dict(zip(("input", "p"), self.node.args, strict=False)) | self.node.kwargs
             assert callable(self.node.target)
-            y = self.node.target(merged, p=given.get("p", 0.5), training=True)
-        active = run.roles.with_batch[self.block].view(-1, *[1] * (x.ndim - 1))
+            y = self.node.target(merged, p=self.p, training=True)
+        active = dropping.active.view(-1, *[1] * (x.ndim - 1))
         return torch.where(active, y.unflatten(0, x.shape[:2]), x)
 
 
@@ -278,6 +298,48 @@ class Node(Instruction):
         counts = run.counts if call.mixes_samples else None
         result = call.looped(values, held, run.modes[self.block], counts)
         return run.settle(self.name, result, self.block)
+
+
+@dataclass(frozen=True)
+class NormaliseSum(Instruction):
+    """A LayerNorm over channels, and what comes before it if only the norm reads that.
+
+    One kernel drops, adds and normalises; without it, one instruction follows the other.
+    """
+
+    norm: NormaliseSamples
+    total: Node | None
+    drop: Drop | None
+    x: str
+    """What is dropped from, added to, and normalised."""
+    addend: str | None
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.norm.name
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Whose it is."""
+        return self.norm.block
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        x: Tensor = env[self.x]
+        kernels = chains_for(x)
+        if kernels is None:
+            for part in (self.drop, self.total):
+                if part is not None:
+                    env[part.name] = part(env, run)
+            return self.norm(env, run)
+        addend = None if self.addend is None else env[self.addend]
+        dropping = None if self.drop is None else self.drop.dropping(run)
+        slots = self.norm.weight, self.norm.bias
+        own = [None if slot is None else run.leaves[slot] for slot in slots]
+        y = kernels.normalise(x, addend, dropping, *own, self.norm.layer.eps)
+        settled: Tensor = run.settle(self.name, y, self.block)
+        return settled
 
 
 @dataclass(frozen=True)

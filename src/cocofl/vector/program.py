@@ -34,6 +34,7 @@ from cocofl.vector.instructions import (
     Rectify,
     Score,
 )
+from cocofl.vector.joining import joined
 from cocofl.vector.maps import geometry_of
 from cocofl.vector.nodes import LOOPED, Modes, NodeCall, Piece
 from cocofl.vector.rounding import Rounder, Sites
@@ -52,7 +53,7 @@ class Program:
         self.sites = Sites(plain)
         self.rounder = Rounder(chain, lowered, self.sites)
         self.inputs, self._outputs = lowered[0].inputs, lowered[-1].outputs
-        self.instructions = _Builder(chain, lowered, self.slots, on).build()
+        self.instructions = _Builder(chain, lowered, self.slots, on).build(self.sites)
         nodes = [i.call for i in self.instructions if isinstance(i, Node)]
         self.layers = [i for i in self.instructions if isinstance(i, Layer | Normalise)]
         self.is_capturable = not any(
@@ -91,7 +92,7 @@ class _Builder:
         self._inlined: dict[str, tuple[Piece, ...]] = {}
         self._made: list[Instruction] = []
 
-    def build(self) -> list[Instruction]:
+    def build(self, sites: Sites) -> list[Instruction]:
         """All instructions."""
         for block, low in enumerate(self._lowered):
             for op in low.operations:
@@ -99,7 +100,7 @@ class _Builder:
         for leaf in pytree.tree_leaves(self._lowered[-1].outputs):
             if isinstance(leaf, ValueName) and leaf in self._inlined:
                 self._materialise(leaf, self._lowered_block_of(leaf))
-        return self._made
+        return joined(self._made, self._lowered, sites)
 
     def _lowered_block_of(self, value: str) -> int:
         return int(value.partition(".")[0])

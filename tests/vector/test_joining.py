@@ -1,4 +1,4 @@
-"""Attention is found in a network, and only where a kernel of our own would compute the same."""
+"""What kernels of our own can do is found in a network: attention, and a norm with its sum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cocofl import split
 from cocofl.models import MODELS
 from cocofl.vector.fused import attention_for
-from cocofl.vector.instructions import Attend, Instruction
+from cocofl.vector.instructions import Attend, Drop, Instruction, NormaliseSum
 from cocofl.vector.program import Program
 
 
@@ -61,3 +61,34 @@ def test_what_the_kernel_cannot_do_is_left_to_pytorch(
 def test_without_a_gpu_there_is_no_kernel() -> None:
     heads = torch.randn(2, 2, 5, 4)
     assert attention_for(heads, heads, heads, None) is None
+
+
+@pytest.mark.parametrize(("dropout", "has_drop"), [(0.1, True), (0.0, False)])
+def test_a_norm_takes_in_the_sum_and_the_dropout_before_it(dropout: float, has_drop: bool) -> None:
+    model = MODELS["transformer"](3, tiny=True)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    found = instructions(model, model.example_input(4))
+    norms = [i for i in found if isinstance(i, NormaliseSum)]
+    assert len(norms) == 2 * len(model.layers)
+    assert all(i.total is not None and (i.drop is not None) == has_drop for i in norms)
+    # One dropout after the embedding, whose sum is measured, and one after each ReLU stay.
+    assert sum(isinstance(i, Drop) for i in found) == (1 + len(model.layers)) * has_drop
+
+
+class SumReadTwice(nn.Module):
+    """The sum before the norm is also what the block goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x + self.inner(x).sigmoid()
+        return self.outer(self.norm(total) * total)
+
+
+def test_a_sum_that_others_read_stays() -> None:
+    found = instructions(SumReadTwice(), torch.randn(4, 8))
+    assert [i.total for i in found if isinstance(i, NormaliseSum)] == [None]
