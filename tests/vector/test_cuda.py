@@ -14,8 +14,8 @@ from cocofl import Span, chain_state, split
 from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.vector import Cohort, DeviceWork, Sgd
-from cocofl.vector.fused import attention_for, chains_for
-from cocofl.vector.kernels import Dropping
+from cocofl.vector.fused import attention_for, chains_for, linear_for
+from cocofl.vector.kernels import Activation, Dropping
 from cocofl.vector.levels import factor_row
 from cocofl.vector.precision import Precision
 
@@ -211,3 +211,24 @@ def test_dropout_repeats_and_draws_anew() -> None:
         found.append(cohort.parameters.clone())
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 2e-3), ("bf16", 2e-2)])
+@pytest.mark.parametrize(("layers", "upper"), [(3, None), (2, 0.5), (1, 0.5)])
+def test_linear_layers(layers: int, upper: float | None, precision: str, tolerance: float) -> None:
+    torch.manual_seed(0)
+    own = torch.bfloat16 if precision == "bf16" else torch.float32
+    x, *g = (torch.randn(3, 77, c, device="cuda", dtype=own) for c in (40, *[24] * layers))
+    w = [torch.randn(3, 24, 40, device="cuda") for _ in range(layers)]
+    bias = [torch.randn(3, 24, device="cuda"), *[None] * (layers - 1)]
+    with Precision.named(precision).active():
+        kernels = linear_for(x, 24)
+        assert kernels is not None
+        found = kernels.linear(x, w, bias, Activation(upper is not None, upper))
+        gx = kernels.linear_input(g, w)
+    exact = [one.double() for one in w]
+    for one, shift, y in zip(exact, bias, found, strict=True):
+        expected = x.double() @ one.mT + (0 if shift is None else shift.double()[:, None])
+        assert relative(expected if upper is None else expected.clamp(0, upper), y) < tolerance
+    expected = sum(a.double() @ b for a, b in zip(g, exact, strict=True))
+    assert relative(torch.as_tensor(expected), gx) < tolerance

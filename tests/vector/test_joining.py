@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from cocofl import split
 from cocofl.models import MODELS
-from cocofl.vector.fused import attention_for
-from cocofl.vector.instructions import Attend, Drop, Instruction, NormaliseSum
+from cocofl.vector.fused import attention_for, chains_for, linear_for
+from cocofl.vector.instructions import (
+    Attend,
+    Drop,
+    Instruction,
+    Linears,
+    NormaliseSum,
+)
 from cocofl.vector.program import Program
 
 
@@ -61,6 +67,8 @@ def test_what_the_kernel_cannot_do_is_left_to_pytorch(
 def test_without_a_gpu_there_is_no_kernel() -> None:
     heads = torch.randn(2, 2, 5, 4)
     assert attention_for(heads, heads, heads, None) is None
+    assert chains_for(heads) is None
+    assert linear_for(heads, 4) is None
 
 
 @pytest.mark.parametrize(("dropout", "has_drop"), [(0.1, True), (0.0, False)])
@@ -92,3 +100,13 @@ class SumReadTwice(nn.Module):
 def test_a_sum_that_others_read_stays() -> None:
     found = instructions(SumReadTwice(), torch.randn(4, 8))
     assert [i.total for i in found if isinstance(i, NormaliseSum)] == [None]
+
+
+def test_linear_layers_of_one_input_go_together() -> None:
+    model = MODELS["transformer"](3, tiny=True)
+    chain = split(model, model.example_input(4))
+    program = Program(chain, torch.device("cpu"))
+    found = [i for i in program.instructions if isinstance(i, Linears)]
+    assert [len(i.layers) for i in found] == [3, 1, 1, 1] * len(model.layers)
+    # Frozen devices still find each of them by itself.
+    assert len(program.layers) == 6 * len(model.layers)

@@ -13,6 +13,7 @@ from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels import plain
 
 _HEAD_CHANNELS = 128  # of which a tile still fits
+_SMALL = 512  # channels up to which a linear layer does little with what it reads
 _ROW = 4096  # channels that a program can hold at a time
 
 _HAS_TRITON = find_spec("triton") is not None
@@ -34,6 +35,14 @@ def chains_for(x: Tensor) -> Any | None:
     if not (runs_on(x) and x.shape[-1] <= _ROW):
         return None
     return import_module("cocofl.vector.kernels.triton_chains")
+
+
+def linear_for(x: Tensor, outs: int) -> Any | None:
+    """Our own linear layers, where they run and memory is what they wait for."""
+    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    if not runs_on(x) or exact or max(outs, x.shape[-1]) > _SMALL:
+        return None
+    return import_module("cocofl.vector.kernels.triton_linear")
 
 
 def depthwise_for(x: Tensor, w: Tensor, geometry: Geometry) -> Any | None:

@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from cocofl.freeze.grids import GRADIENT, OUTPUT
 from cocofl.freeze.kernels import Geometry
 from cocofl.freeze.lowering import ActOp, CatOp, MapOp, NodeOp
-from cocofl.vector.fused import attention_for, chains_for
+from cocofl.vector.fused import attention_for, chains_for, linear_for
 from cocofl.vector.kernels import Activation, Dropping
 from cocofl.vector.layers import Finish, finished
-from cocofl.vector.maps import Weights, rows_of, stacked_layer
+from cocofl.vector.maps import Weights, linear_layers, rows_of, stacked_layer
 from cocofl.vector.nodes import MAPPED, MERGED, NodeCall
 from cocofl.vector.run import Environment, NormSpec, Run
 from cocofl.vector.slots import Slot
@@ -60,26 +60,69 @@ class Layer(OfOperation):
         """Whether channels come before height and width; a linear layer's come last."""
         return self.weight is None or self.geometry is not None
 
+    @property
+    def activation(self) -> Activation:
+        """None, or the ReLU that it took in."""
+        act = self.op.activation
+        return Activation(False) if act is None else Activation(True, act.upper)
+
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
-        op = self.op
-        y = run.coded(env, op.x, self.block)
+        y = run.coded(env, self.op.x, self.block)
         if self.weight is not None:
-            y = stacked_layer(y, run.weights[op.name], self.geometry)
+            y = stacked_layer(y, run.weights[self.name], self.geometry)
+        return self.finish(y, env, run)
+
+    def finish(self, y: Tensor, env: Environment, run: Run, *, is_begun: bool = False) -> Tensor:
+        """All that follows the product; ``is_begun`` if that was shifted and activated already."""
+        op = self.op
         bias = None if self.bias is None else run.leaves[self.bias]
         norm = None
         if self.norm is not None:
             norm = run.norm(self.norm, op.name, self.block, None if bias is None else bias.detach())
-        act = op.activation
         finish = Finish(
-            Activation(False) if act is None else Activation(True, act.upper),
+            self.activation,
             run.rows(y, rows_of(y, image=self.image)),
             run.point(OUTPUT, op.name, self.block),
             run.point(GRADIENT, op.name, self.block),
+            is_begun,
         )
         addend = None if op.addend is None else run.coded(env, op.addend, self.block)
         offset = bias if norm is None else None
         return finished(y, addend, offset, norm, finish, image=self.image)
+
+
+@dataclass(frozen=True)
+class Linears(Instruction):
+    """Linear layers of the same input: read once where a kernel does that, else in turn."""
+
+    layers: tuple[Layer, ...]
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The last value it makes."""
+        return self.layers[-1].name
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Whose they are."""
+        return self.layers[0].block
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`; the other values are put where they are read, too."""
+        first = self.layers[0]
+        x = run.coded(env, first.op.x, self.block)
+        weights = [run.weights[layer.name] for layer in self.layers]
+        kernels = linear_for(x, weights[0].own.shape[1])
+        if kernels is None:
+            env |= {layer.name: layer(env, run) for layer in self.layers}
+        else:
+            biases = [None if one.bias is None else run.leaves[one.bias] for one in self.layers]
+            found = linear_layers(x, weights, biases, first.activation, kernels)
+            for layer, y in zip(self.layers, found, strict=True):
+                env[layer.name] = layer.finish(y, env, run, is_begun=True)
+        last: Tensor = env[self.name]
+        return last
 
 
 @dataclass(frozen=True)

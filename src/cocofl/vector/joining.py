@@ -7,27 +7,70 @@ is measured there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TypeGuard, TypeVar
 
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from cocofl.freeze.lowering import LoweredBlock, ValueName, is_sum_of_maps
-from cocofl.vector.instructions import Drop, Instruction, Node, NormaliseSamples, NormaliseSum
+from cocofl.vector.instructions import (
+    Drop,
+    Instruction,
+    Layer,
+    Linears,
+    Node,
+    NormaliseSamples,
+    NormaliseSum,
+)
 from cocofl.vector.nodes import MERGED
 from cocofl.vector.rounding import Sites
 
+_TOGETHER = 3  # layers whose gradients one kernel takes in
 _Kind = TypeVar("_Kind", bound=Instruction)
 
 
 def joined(
     instructions: Sequence[Instruction], lowered: Sequence[LoweredBlock], sites: Sites
 ) -> list[Instruction]:
-    """LayerNorms take in the addition before them, and it the dropout before itself."""
+    """LayerNorms take in what is added before them, and linear layers of one input go together."""
     join = _Joiner(instructions, lowered, sites)
     found = [join.norm(one) if _is_over_channels(one) else one for one in instructions]
-    return [one for one in found if one.name not in join.taken]
+    return _with_groups([one for one in found if one.name not in join.taken])
+
+
+def _with_groups(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Each group of linear layers in the place of its first."""
+    groups: dict[Hashable, list[Layer]] = {}
+    for one in instructions:
+        if _is_linear(one):
+            groups.setdefault(_traits(one), []).append(one)
+    found: list[Instruction] = []
+    for one in instructions:
+        if not _is_linear(one):
+            found.append(one)
+        elif one is groups[_traits(one)][0]:
+            layers = groups[_traits(one)]
+            starts = range(0, len(layers), _TOGETHER)
+            found += [Linears(tuple(layers[i : i + _TOGETHER])) for i in starts]
+    return found
+
+
+def _is_linear(one: Instruction) -> TypeGuard[Layer]:
+    """Whether it is a linear layer to which nothing is added."""
+    return (
+        isinstance(one, Layer)
+        and one.weight is not None
+        and one.geometry is None
+        and one.norm is None
+        and one.op.addend is None
+    )
+
+
+def _traits(layer: Layer) -> Hashable:
+    """What layers that go together have in common."""
+    assert layer.weight is not None
+    return layer.block, layer.op.x, layer.weight.shape, layer.op.activation
 
 
 def _is_over_channels(one: Instruction) -> TypeGuard[NormaliseSamples]:

@@ -28,6 +28,8 @@ class Finish:
     """How many rows of each device count."""
     output: TapPoint
     gradient: TapPoint
+    is_begun: bool = False
+    """Whether the layer's own kernel has shifted and activated already."""
 
 
 def finished(
@@ -71,7 +73,11 @@ class _Finish(torch.autograd.Function):
         c = None if norm is None else run.coefficients(y, finish.rows, norm)
         factor, shift = (None, offset) if c is None else (c.factor, c.offset)
         grid = tap.known()
-        z = run.finish(y, factor, shift, addend, act, None if tap.must_measure else grid)
+        now = None if tap.must_measure else grid
+        if finish.is_begun:
+            z = run.finish(y, None, None, None, Activation(False), now)
+        else:
+            z = run.finish(y, factor, shift, addend, act, now)
         if tap.must_measure:
             grid = tap.measure(run.largest(z, finish.rows))
             if grid is not None:

@@ -11,6 +11,7 @@ gradient is that of the own weight in any case; the optimizer knows who trains.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.fused import depthwise_for
+from cocofl.vector.kernels import Activation
 from cocofl.vector.streams import side_by_side
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
@@ -95,6 +97,25 @@ def stacked_layer(x: Tensor, w: Weights, geometry: Geometry | None) -> Tensor:
     return _apply(_Convolve, x, *w, geometry)
 
 
+def linear_layers(
+    x: Tensor,
+    weights: Sequence[Weights],
+    biases: Sequence[Tensor | None],
+    activation: Activation,
+    kernels: Any,
+) -> list[Tensor]:
+    """``x`` through several linear layers, by kernels that shift and activate, too.
+
+    What comes back for the biases, and through the activation, is left to who finishes the layers.
+    """
+    ways = [tensor for way in zip(*weights, strict=True) for tensor in way]
+    shifts = [None if bias is None else bias.detach() for bias in biases]
+    rows = _Linears.apply(  # type: ignore[no-untyped-call]
+        rows_of(x, image=False), kernels, shifts, activation, *ways
+    )
+    return [from_rows(y, x, image=False) for y in rows]
+
+
 def _unfolded(x: Tensor, w: Weights, g: Geometry) -> Tensor:
     """A convolution of few inputs, such as a stem's, as a matrix product."""
     vertical, horizontal = g.padding
@@ -125,6 +146,36 @@ class _Multiply(torch.autograd.Function):
         gx = torch.bmm(g, w_back.to(g.dtype)) if ctx.needs_input_grad[0] else None
         gw = _sum_of_products(g, x).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
         return gx, gw, None, None
+
+
+class _Linears(torch.autograd.Function):
+    """The same for several weights: all that learn, then all that compute, forward and back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        kernels: Any,
+        shifts: list[Tensor | None],
+        activation: Activation,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        n = len(weights) // 3
+        ctx.kernels, ctx.dtypes = kernels, [own.dtype for own in weights[:n]]
+        ctx.save_for_backward(x, *weights[2 * n :])
+        return tuple(kernels.linear(x, weights[n : 2 * n], shifts, activation))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *back = ctx.saved_tensors
+        gx = ctx.kernels.linear_input(gradients, back) if ctx.needs_input_grad[0] else None
+        gw = [
+            _sum_of_products(g, x).to(dtype) if needed else None
+            for g, dtype, needed in zip(
+                gradients, ctx.dtypes, ctx.needs_input_grad[4:], strict=False
+            )
+        ]
+        return gx, None, None, None, *gw, *[None] * 2 * len(gw)
 
 
 def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:

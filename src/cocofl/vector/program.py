@@ -27,6 +27,7 @@ from cocofl.vector.instructions import (
     Drop,
     Instruction,
     Layer,
+    Linears,
     LookUp,
     Node,
     Normalise,
@@ -55,7 +56,7 @@ class Program:
         self.inputs, self._outputs = lowered[0].inputs, lowered[-1].outputs
         self.instructions = _Builder(chain, lowered, self.slots, on).build(self.sites)
         nodes = [i.call for i in self.instructions if isinstance(i, Node)]
-        self.layers = [i for i in self.instructions if isinstance(i, Layer | Normalise)]
+        self.layers = [i for one in self.instructions for i in _layers(one)]
         self.is_capturable = not any(
             node.way == LOOPED and (node.has_modes or node.mixes_samples) for node in nodes
         )
@@ -68,6 +69,13 @@ class Program:
         return pytree.tree_map(
             lambda leaf: env[leaf] if isinstance(leaf, ValueName) else leaf, self._outputs
         )
+
+
+def _layers(one: Instruction) -> tuple[Layer | Normalise, ...]:
+    """The layers, of one instruction, that frozen devices have folded."""
+    if isinstance(one, Linears):
+        return one.layers
+    return (one,) if isinstance(one, Layer | Normalise) else ()
 
 
 class _Builder:

@@ -1,0 +1,155 @@
+"""Linear layers that read the same rows, with bias and ReLU, in one pass each way.
+
+Small layers are bound by memory: what counts is that the rows are read once for all layers, that
+bias and activation cost no pass of their own, and that the rows' gradient is summed over the
+layers before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cocofl.vector.kernels.base import Activation
+
+
+class Tiles(NamedTuple):
+    """Rows, results and terms of a tile, and how it runs."""
+
+    rows: int
+    results: int
+    terms: int
+    warps: int
+    stages: int
+
+
+_FORWARD = Tiles(128, 128, 32, 8, 3)
+_BACK = Tiles(128, 128, 32, 8, 3)
+
+# What gains nothing from being a multiple of 16: see `triton_rows`.
+_compiled_once = partial(triton.jit, do_not_specialize=("n", "devices", "across"))
+
+
+@_compiled_once
+def _forward(
+    X, W, BIAS, Y, n, devices, ins, outs, across, upper,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
+    BR: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """``Y`` (layer, device, row, out); programs side by side read the same rows."""
+    tile, d = tl.program_id(0) // across, tl.program_id(1).to(tl.int64)
+    wide = tl.cdiv(outs, BO)
+    layer = (tl.program_id(0) % across) // wide
+    own = layer * devices + d
+    r = tile * BR + tl.arange(0, BR)
+    o = (tl.program_id(0) % across) % wide * BO + tl.arange(0, BO)
+    X += d * n * ins
+    W += own * outs * ins
+    y = tl.zeros((BR, BO), tl.float32)
+    for first in range(0, ins, BI):
+        i = first + tl.arange(0, BI)
+        at = r[:, None] * ins + i[None, :]
+        x = tl.load(X + at, mask=(r < n)[:, None] & (i < ins)[None, :], other=0.0)
+        at = o[:, None] * ins + i[None, :]
+        w = tl.load(W + at, mask=(o < outs)[:, None] & (i < ins)[None, :], other=0.0)
+        y = tl.dot(x, tl.trans(w), y, input_precision="tf32")
+    if HAS_BIAS:
+        y = y + tl.load(BIAS + own * outs + o, mask=o < outs, other=0.0)[None, :]
+    if ACTIVATION:
+        y = tl.where(y > 0, y, y * 0.0)  # NaN stays NaN
+    if CAPPED:
+        y = tl.where(y > upper, upper, y)
+    at = r[:, None] * outs + o[None, :]
+    tl.store(Y + own * n * outs + at, y, mask=(r < n)[:, None] & (o < outs)[None, :])
+
+
+@triton.jit
+def _add_product(y, G, W, d, n, ins, outs, r, i, BO: tl.constexpr):
+    """Of one layer; ``W`` points to its first device."""
+    G += d * n * outs
+    W += d * outs * ins
+    for first in range(0, outs, BO):
+        o = first + tl.arange(0, BO)
+        at = r[:, None] * outs + o[None, :]
+        g = tl.load(G + at, mask=(r < n)[:, None] & (o < outs)[None, :], other=0.0)
+        at = i[:, None] * outs + o[None, :]
+        w = tl.load(W + at, mask=(i < ins)[:, None] & (o < outs)[None, :], other=0.0)
+        y = tl.dot(g, tl.trans(w), y, input_precision="tf32")
+    return y
+
+
+@_compiled_once
+def _input(
+    G, H, K, W, GX, n, devices, ins, outs, across,
+    LAYERS: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """From the gradients of up to three layers; ``W`` (layer, device, in, out)."""
+    tile, d = tl.program_id(0) // across, tl.program_id(1).to(tl.int64)
+    r = tile * BR + tl.arange(0, BR)
+    i = tl.program_id(0) % across * BI + tl.arange(0, BI)
+    y = tl.zeros((BR, BI), tl.float32)
+    y = _add_product(y, G, W, d, n, ins, outs, r, i, BO)
+    if LAYERS > 1:
+        y = _add_product(y, H, W + devices * ins * outs, d, n, ins, outs, r, i, BO)
+    if LAYERS > 2:
+        y = _add_product(y, K, W + 2 * devices * ins * outs, d, n, ins, outs, r, i, BO)
+    at = r[:, None] * ins + i[None, :]
+    tl.store(GX + d * n * ins + at, y, mask=(r < n)[:, None] & (i < ins)[None, :])
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: Activation,
+    tiles: Tiles = _FORWARD,
+) -> list[Tensor]:
+    """activation(x · wᵀ + bias) of each layer, from rows (device, row, in)."""
+    x = x.contiguous()
+    d, n, ins = x.shape
+    outs, w = weights[0].shape[1], torch.stack([w.to(x.dtype) for w in weights])
+    bias = None
+    if any(b is not None for b in biases):
+        none = torch.zeros(d, outs, device=x.device)
+        bias = torch.stack([none if b is None else b.float() for b in biases])
+    y = torch.empty(len(weights), d, n, outs, dtype=x.dtype, device=x.device)
+    across = len(weights) * triton.cdiv(outs, _fit(tiles.results, outs))
+    _forward[triton.cdiv(n, tiles.rows) * across, d](
+        x, w, bias, y, n, d, ins, outs, across, activation.upper or 0.0,
+        HAS_BIAS=bias is not None, ACTIVATION=activation.present,
+        CAPPED=activation.upper is not None, BR=tiles.rows, BO=_fit(tiles.results, outs),
+        BI=_fit(tiles.terms, ins), **_launch(tiles),
+    )  # fmt: skip
+    return list(y)
+
+
+def linear_input(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], tiles: Tiles = _BACK
+) -> Tensor:
+    """The gradient of the rows: the sum over the layers of g · w."""
+    gs = [g.contiguous() for g in gradients]
+    d, n, outs = gs[0].shape
+    ins = weights[0].shape[2]
+    w = torch.stack([w.to(gs[0].dtype).transpose(1, 2) for w in weights])
+    gx = torch.empty(d, n, ins, dtype=gs[0].dtype, device=w.device)
+    across = triton.cdiv(ins, _fit(tiles.results, ins))
+    _input[triton.cdiv(n, tiles.rows) * across, d](
+        *gs, *[None] * (3 - len(gs)), w, gx, n, d, ins, outs, across, LAYERS=len(gs),
+        BR=tiles.rows, BI=_fit(tiles.results, ins), BO=_fit(tiles.terms, outs), **_launch(tiles),
+    )  # fmt: skip
+    return gx
+
+
+def _fit(size: int, n: int) -> int:
+    """No more than there is, but a size that can be multiplied."""
+    return max(16, min(size, triton.next_power_of_2(n)))
+
+
+def _launch(tiles: Tiles) -> dict[str, Any]:
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
