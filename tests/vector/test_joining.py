@@ -108,5 +108,7 @@ def test_linear_layers_of_one_input_go_together() -> None:
     program = Program(chain, torch.device("cpu"))
     found = [i for i in program.instructions if isinstance(i, Linears)]
     assert [len(i.layers) for i in found] == [3, 1, 1, 1] * len(model.layers)
+    # What is added later is what the first of the network and of the hidden layer read.
+    assert [i.shares for i in found] == [True, False, True, False] * len(model.layers)
     # Frozen devices still find each of them by itself.
     assert len(program.layers) == 6 * len(model.layers)

@@ -97,6 +97,8 @@ class Linears(Instruction):
     """Linear layers of the same input: read once where a kernel does that, else in turn."""
 
     layers: tuple[Layer, ...]
+    shares: bool
+    """Whether others read that input, too."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -118,7 +120,10 @@ class Linears(Instruction):
             env |= {layer.name: layer(env, run) for layer in self.layers}
         else:
             biases = [None if one.bias is None else run.leaves[one.bias] for one in self.layers]
-            found = linear_layers(x, weights, biases, first.activation, kernels)
+            raw = env[first.op.x] if self.shares else None
+            found, passed = linear_layers(x, weights, biases, first.activation, kernels, raw)
+            if self.shares:
+                env[first.op.x] = passed
             for layer, y in zip(self.layers, found, strict=True):
                 env[layer.name] = layer.finish(y, env, run, is_begun=True)
         last: Tensor = env[self.name]

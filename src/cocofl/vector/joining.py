@@ -36,10 +36,10 @@ def joined(
     """LayerNorms take in what is added before them, and linear layers of one input go together."""
     join = _Joiner(instructions, lowered, sites)
     found = [join.norm(one) if _is_over_channels(one) else one for one in instructions]
-    return _with_groups([one for one in found if one.name not in join.taken])
+    return _with_groups([one for one in found if one.name not in join.taken], join.readers)
 
 
-def _with_groups(instructions: Sequence[Instruction]) -> list[Instruction]:
+def _with_groups(instructions: Sequence[Instruction], readers: Counter[str]) -> list[Instruction]:
     """Each group of linear layers in the place of its first."""
     groups: dict[Hashable, list[Layer]] = {}
     for one in instructions:
@@ -51,8 +51,9 @@ def _with_groups(instructions: Sequence[Instruction]) -> list[Instruction]:
             found.append(one)
         elif one is groups[_traits(one)][0]:
             layers = groups[_traits(one)]
-            starts = range(0, len(layers), _TOGETHER)
-            found += [Linears(tuple(layers[i : i + _TOGETHER])) for i in starts]
+            for i in range(0, len(layers), _TOGETHER):
+                group = tuple(layers[i : i + _TOGETHER])
+                found.append(Linears(group, shares=readers[one.op.x] > len(group)))
     return found
 
 
@@ -88,9 +89,9 @@ class _Joiner:
         self._lowered = lowered
         self._made = {one.name: one for one in instructions}
         self._measured = {value for _, value in sites.values}
-        self._readers = Counter(x for low in lowered for op in low.operations for x in op.inputs)
+        self.readers = Counter(x for low in lowered for op in low.operations for x in op.inputs)
         ends = pytree.tree_leaves(lowered[-1].outputs)
-        self._readers.update(x for x in ends if isinstance(x, ValueName))
+        self.readers.update(x for x in ends if isinstance(x, ValueName))
         self.taken: set[str] = set()
 
     def norm(self, norm: NormaliseSamples) -> NormaliseSum:
@@ -110,7 +111,7 @@ class _Joiner:
     def _only_for_one(self, value: str, kind: type[_Kind]) -> _Kind | None:
         """What makes a value, if it is of this kind and only one other needs the value."""
         maker = self._made.get(value)
-        alone = self._readers[value] == 1 and value not in self._measured
+        alone = self.readers[value] == 1 and value not in self._measured
         return maker if alone and isinstance(maker, kind) else None
 
     def _adds(self, node: Node) -> bool:

@@ -103,17 +103,22 @@ def linear_layers(
     biases: Sequence[Tensor | None],
     activation: Activation,
     kernels: Any,
-) -> list[Tensor]:
+    passed: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor | None]:
     """``x`` through several linear layers, by kernels that shift and activate, too.
 
     What comes back for the biases, and through the activation, is left to who finishes the layers.
+    ``passed`` is handed on as it is to others who read ``x``: what they send back is added to the
+    gradient of ``x`` on the way, instead of in a pass of its own.
     """
     ways = [tensor for way in zip(*weights, strict=True) for tensor in way]
     shifts = [None if bias is None else bias.detach() for bias in biases]
-    rows = _Linears.apply(  # type: ignore[no-untyped-call]
-        rows_of(x, image=False), kernels, shifts, activation, *ways
+    found = _Linears.apply(  # type: ignore[no-untyped-call]
+        rows_of(x, image=False), passed, kernels, shifts, activation, *ways
     )
-    return [from_rows(y, x, image=False) for y in rows]
+    rows = found[: len(weights)]
+    handed_on = None if passed is None else found[-1]
+    return [from_rows(y, x, image=False) for y in rows], handed_on
 
 
 def _unfolded(x: Tensor, w: Weights, g: Geometry) -> Tensor:
@@ -155,6 +160,7 @@ class _Linears(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        passed: Tensor | None,
         kernels: Any,
         shifts: list[Tensor | None],
         activation: Activation,
@@ -163,19 +169,23 @@ class _Linears(torch.autograd.Function):
         n = len(weights) // 3
         ctx.kernels, ctx.dtypes = kernels, [own.dtype for own in weights[:n]]
         ctx.save_for_backward(x, *weights[2 * n :])
-        return tuple(kernels.linear(x, weights[n : 2 * n], shifts, activation))
+        found = kernels.linear(x, weights[n : 2 * n], shifts, activation)
+        return (*found,) if passed is None else (*found, passed.view_as(passed))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *back = ctx.saved_tensors
-        gx = ctx.kernels.linear_input(gradients, back) if ctx.needs_input_grad[0] else None
+        own, others = gradients[: len(back)], gradients[len(back) :]
+        gx = None
+        if ctx.needs_input_grad[0]:
+            sent = others[0].reshape(x.shape) if others else None
+            gx = ctx.kernels.linear_input(own, back, sent)
+        learns = ctx.needs_input_grad[5 : 5 + len(own)]
         gw = [
             _sum_of_products(g, x).to(dtype) if needed else None
-            for g, dtype, needed in zip(
-                gradients, ctx.dtypes, ctx.needs_input_grad[4:], strict=False
-            )
+            for g, dtype, needed in zip(own, ctx.dtypes, learns, strict=True)
         ]
-        return gx, None, None, None, *gw, *[None] * 2 * len(gw)
+        return gx, None, None, None, None, *gw, *[None] * 2 * len(gw)
 
 
 def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:

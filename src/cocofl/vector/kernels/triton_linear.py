@@ -86,8 +86,8 @@ def _add_product(y, G, W, d, n, ins, outs, r, i, BO: tl.constexpr):
 
 @_compiled_once
 def _input(
-    G, H, K, W, GX, n, devices, ins, outs, across,
-    LAYERS: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    G, H, K, W, ADDEND, GX, n, devices, ins, outs, across,
+    LAYERS: tl.constexpr, ADDS: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of up to three layers; ``W`` (layer, device, in, out)."""
     tile, d = tl.program_id(0) // across, tl.program_id(1).to(tl.int64)
@@ -99,8 +99,11 @@ def _input(
         y = _add_product(y, H, W + devices * ins * outs, d, n, ins, outs, r, i, BO)
     if LAYERS > 2:
         y = _add_product(y, K, W + 2 * devices * ins * outs, d, n, ins, outs, r, i, BO)
-    at = r[:, None] * ins + i[None, :]
-    tl.store(GX + d * n * ins + at, y, mask=(r < n)[:, None] & (i < ins)[None, :])
+    at = d * n * ins + r[:, None] * ins + i[None, :]
+    inside = (r < n)[:, None] & (i < ins)[None, :]
+    if ADDS:
+        y = y + tl.load(ADDEND + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(GX + at, y, mask=inside)
 
 
 def linear(
@@ -130,9 +133,12 @@ def linear(
 
 
 def linear_input(
-    gradients: Sequence[Tensor], weights: Sequence[Tensor], tiles: Tiles = _BACK
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    addend: Tensor | None = None,
+    tiles: Tiles = _BACK,
 ) -> Tensor:
-    """The gradient of the rows: the sum over the layers of g · w."""
+    """The gradient of the rows: the sum over the layers of g · w, and ``addend``."""
     gs = [g.contiguous() for g in gradients]
     d, n, outs = gs[0].shape
     ins = weights[0].shape[2]
@@ -140,7 +146,8 @@ def linear_input(
     gx = torch.empty(d, n, ins, dtype=gs[0].dtype, device=w.device)
     across = triton.cdiv(ins, _fit(tiles.results, ins))
     _input[triton.cdiv(n, tiles.rows) * across, d](
-        *gs, *[None] * (3 - len(gs)), w, gx, n, d, ins, outs, across, LAYERS=len(gs),
+        *gs, *[None] * (3 - len(gs)), w, None if addend is None else addend.contiguous(), gx,
+        n, d, ins, outs, across, LAYERS=len(gs), ADDS=addend is not None,
         BR=tiles.rows, BI=_fit(tiles.results, ins), BO=_fit(tiles.terms, outs), **_launch(tiles),
     )  # fmt: skip
     return gx
