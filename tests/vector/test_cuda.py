@@ -226,9 +226,12 @@ def test_linear_layers(layers: int, upper: float | None, precision: str, toleran
         assert kernels is not None
         found = kernels.linear(x, w, bias, Activation(upper is not None, upper))
         gx = kernels.linear_input(g, w, x)
+        gw, gb = kernels.linear_weight(g[0] * 1e-6, x)
     exact = [one.double() for one in w]
     for one, shift, y in zip(exact, bias, found, strict=True):
         expected = x.double() @ one.mT + (0 if shift is None else shift.double()[:, None])
         assert relative(expected if upper is None else expected.clamp(0, upper), y) < tolerance
     expected = x.double() + sum(a.double() @ b for a, b in zip(g, exact, strict=True))
     assert relative(expected, gx) < tolerance
+    assert relative(g[0].double().mT @ x.double(), gw * 1e6) < tolerance
+    assert relative(g[0].double().sum(1), gb * 1e6) < tolerance

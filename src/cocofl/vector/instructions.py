@@ -88,7 +88,7 @@ class Layer(OfOperation):
             is_begun,
         )
         addend = None if op.addend is None else run.coded(env, op.addend, self.block)
-        offset = bias if norm is None else None
+        offset = bias if norm is None and not is_begun else None
         return finished(y, addend, offset, norm, finish, image=self.image)
 
 

@@ -29,7 +29,7 @@ class Finish:
     output: TapPoint
     gradient: TapPoint
     is_begun: bool = False
-    """Whether the layer's own kernel has shifted and activated already."""
+    """Whether the layer's own kernel has activated already."""
 
 
 def finished(
@@ -74,10 +74,8 @@ class _Finish(torch.autograd.Function):
         factor, shift = (None, offset) if c is None else (c.factor, c.offset)
         grid = tap.known()
         now = None if tap.must_measure else grid
-        if finish.is_begun:
-            z = run.finish(y, None, None, None, Activation(False), now)
-        else:
-            z = run.finish(y, factor, shift, addend, act, now)
+        still = Activation(False) if finish.is_begun else act
+        z = run.finish(y, factor, shift, addend, still, now)
         if tap.must_measure:
             grid = tap.measure(run.largest(z, finish.rows))
             if grid is not None:

@@ -107,14 +107,13 @@ def linear_layers(
 ) -> tuple[list[Tensor], Tensor | None]:
     """``x`` through several linear layers, by kernels that shift and activate, too.
 
-    What comes back for the biases, and through the activation, is left to who finishes the layers.
-    ``passed`` is handed on as it is to others who read ``x``: what they send back is added to the
-    gradient of ``x`` on the way, instead of in a pass of its own.
+    What comes back through the activation is left to who finishes the layers. ``passed`` is
+    handed on as it is to others who read ``x``: what they send back is added to the gradient of
+    ``x`` on the way, instead of in a pass of its own.
     """
     ways = [tensor for way in zip(*weights, strict=True) for tensor in way]
-    shifts = [None if bias is None else bias.detach() for bias in biases]
     found = _Linears.apply(  # type: ignore[no-untyped-call]
-        rows_of(x, image=False), passed, kernels, shifts, activation, *ways
+        rows_of(x, image=False), passed, kernels, activation, *biases, *ways
     )
     rows = found[: len(weights)]
     handed_on = None if passed is None else found[-1]
@@ -154,7 +153,7 @@ class _Multiply(torch.autograd.Function):
 
 
 class _Linears(torch.autograd.Function):
-    """The same for several weights: all that learn, then all that compute, forward and back."""
+    """Several layers: all biases, all weights that learn, then those forward and those back."""
 
     @staticmethod
     def forward(
@@ -162,30 +161,32 @@ class _Linears(torch.autograd.Function):
         x: Tensor,
         passed: Tensor | None,
         kernels: Any,
-        shifts: list[Tensor | None],
         activation: Activation,
-        *weights: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        n = len(weights) // 3
-        ctx.kernels, ctx.dtypes = kernels, [own.dtype for own in weights[:n]]
-        ctx.save_for_backward(x, *weights[2 * n :])
-        found = kernels.linear(x, weights[n : 2 * n], shifts, activation)
+        n = len(tensors) // 4
+        biases, own, forward, back = (tensors[i * n : (i + 1) * n] for i in range(4))
+        ctx.kernels, ctx.dtypes = kernels, [w.dtype for w in own]
+        ctx.save_for_backward(x, *back)
+        found = kernels.linear(x, forward, biases, activation)
         return (*found,) if passed is None else (*found, passed.view_as(passed))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *back = ctx.saved_tensors
-        own, others = gradients[: len(back)], gradients[len(back) :]
+        n = len(back)
+        own, others = gradients[:n], gradients[n:]
         gx = None
         if ctx.needs_input_grad[0]:
             sent = others[0].reshape(x.shape) if others else None
             gx = ctx.kernels.linear_input(own, back, sent)
-        learns = ctx.needs_input_grad[5 : 5 + len(own)]
-        gw = [
-            _sum_of_products(g, x).to(dtype) if needed else None
-            for g, dtype, needed in zip(own, ctx.dtypes, learns, strict=True)
+        found = [ctx.kernels.linear_weight(g, x) for g in own]
+        shifts = [
+            gb if needed else None
+            for (_, gb), needed in zip(found, ctx.needs_input_grad[4 : 4 + n], strict=True)
         ]
-        return gx, None, None, None, None, *gw, *[None] * 2 * len(gw)
+        weights = [gw.to(dtype) for (gw, _), dtype in zip(found, ctx.dtypes, strict=True)]
+        return gx, None, None, None, *shifts, *weights, *[None] * 2 * n
 
 
 def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from cocofl.vector.kernels.base import Activation
 
 
 class Tiles(NamedTuple):
-    """Rows, results and terms of a tile, and how it runs."""
+    """Rows, results and terms of a tile (of a weight: its inputs), and how it runs."""
 
     rows: int
     results: int
@@ -31,9 +31,11 @@ class Tiles(NamedTuple):
 
 _FORWARD = Tiles(128, 128, 32, 8, 3)
 _BACK = Tiles(128, 128, 32, 8, 3)
+_SUM = Tiles(32, 128, 128, 8, 3)
+_PROGRAMS = 264  # that share the rows of a sum
 
 # What gains nothing from being a multiple of 16: see `triton_rows`.
-_compiled_once = partial(triton.jit, do_not_specialize=("n", "devices", "across"))
+_compiled_once = partial(triton.jit, do_not_specialize=("n", "devices", "across", "turns"))
 
 
 @_compiled_once
@@ -106,6 +108,49 @@ def _input(
     tl.store(GX + at, y, mask=inside)
 
 
+@triton.jit
+def _held(x, HELD: tl.constexpr, SCALES: tl.constexpr):
+    """A tile in the type it is multiplied in, and the power of two it was divided by."""
+    down = 1.0
+    if SCALES:
+        largest = tl.max(tl.max(tl.abs(x), 1), 0)
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        down = exponent.to(tl.float32, bitcast=True)
+        x = x * (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    return x.to(HELD), down
+
+
+@_compiled_once
+def _weight(
+    G, X, GW, GB, n, ins, outs, turns, across,
+    HELD: tl.constexpr, SCALES: tl.constexpr,
+    BR: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk of rows: (device, chunk, out, in), and for the bias (device, chunk, out)."""
+    d, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0) // across
+    tile, wide = tl.program_id(0) % across, tl.cdiv(ins, BI)
+    o = tile // wide * BO + tl.arange(0, BO)
+    i = tile % wide * BI + tl.arange(0, BI)
+    G += d * n * outs
+    X += d * n * ins
+    gw = tl.zeros((BO, BI), tl.float32)
+    gb = tl.zeros((BR, BO), tl.float32)
+    for turn in range(turns):
+        r = (chunk * turns + turn) * BR + tl.arange(0, BR)
+        at = r[:, None] * outs + o[None, :]
+        g = tl.load(G + at, mask=(r < n)[:, None] & (o < outs)[None, :], other=0.0)
+        at = r[:, None] * ins + i[None, :]
+        x = tl.load(X + at, mask=(r < n)[:, None] & (i < ins)[None, :], other=0.0)
+        gb += g.to(tl.float32)
+        g, g_down = _held(g, HELD, SCALES)
+        x, x_down = _held(x, HELD, SCALES)
+        gw += tl.dot(tl.trans(g), x) * (g_down * x_down)
+    own = d * (tl.num_programs(0) // across) + chunk
+    at = own * outs * ins + o[:, None] * ins + i[None, :]
+    tl.store(GW + at, gw, mask=(o < outs)[:, None] & (i < ins)[None, :])
+    tl.store(GB + own * outs + o, tl.sum(gb, 0), mask=(o < outs) & (tile % wide == 0))
+
+
 def linear(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -151,6 +196,29 @@ def linear_input(
         BR=tiles.rows, BI=_fit(tiles.results, ins), BO=_fit(tiles.terms, outs), **_launch(tiles),
     )  # fmt: skip
     return gx
+
+
+def linear_weight(g: Tensor, x: Tensor, tiles: Tiles = _SUM) -> tuple[Tensor, Tensor]:
+    """The gradients of one layer's weight and bias.
+
+    Both tiles are read across, which tf32 cannot: they are held as float16, divided by a power of
+    two so that its range is enough (see `triton_attention`).
+    """
+    g, x = g.contiguous(), x.contiguous()
+    (d, n, outs), ins = g.shape, x.shape[2]
+    down, across = _fit(tiles.results, outs), _fit(tiles.terms, ins)
+    parts = triton.cdiv(outs, down) * triton.cdiv(ins, across)
+    chunks = max(1, min(_PROGRAMS // (d * parts), triton.cdiv(n, tiles.rows)))
+    turns = triton.cdiv(triton.cdiv(n, tiles.rows), chunks)
+    gw = torch.empty(d, chunks, outs, ins, device=g.device)
+    gb = torch.empty(d, chunks, outs, device=g.device)
+    floats = g.dtype == torch.float32
+    _weight[chunks * parts, d](
+        g, x, gw, gb, n, ins, outs, turns, parts,
+        HELD=tl.float16 if floats else tl.bfloat16, SCALES=floats,
+        BR=tiles.rows, BO=down, BI=across, **_launch(tiles),
+    )  # fmt: skip
+    return gw.sum(1), gb.sum(1)
 
 
 def _fit(size: int, n: int) -> int:
