@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cocofl import Span, chain_state, split
 from cocofl.models import MODELS
 from cocofl.models.widths import places
+from cocofl.numerics import snap, stacked_grid
 from cocofl.vector import Cohort, DeviceWork, Sgd
 from cocofl.vector.fused import attention_for, chains_for, linear_for
 from cocofl.vector.kernels import Activation, Dropping
@@ -235,3 +236,23 @@ def test_linear_layers(layers: int, upper: float | None, precision: str, toleran
     assert relative(expected, gx) < tolerance
     assert relative(g[0].double().mT @ x.double(), gw * 1e6) < tolerance
     assert relative(g[0].double().sum(1), gb * 1e6) < tolerance
+
+
+def test_linear_layers_round_what_comes_back() -> None:
+    """The first layer's gradient on two of three devices, the second's on none."""
+    torch.manual_seed(0)
+    x, *g = (torch.randn(3, 77, c, device="cuda") for c in (40, 24, 24))
+    w = [torch.randn(3, 24, 40, device="cuda") for _ in range(2)]
+    scales = torch.tensor([0.02, torch.nan, 0.01], device="cuda")
+    grid = stacked_grid(scales, torch.zeros(3, dtype=torch.bool, device="cuda"))
+    with Precision.named("tf32").active():
+        kernels = linear_for(x, 24)
+        assert kernels is not None
+        both = kernels.stacked([grid, None])
+        gx = kernels.linear_input(g, w, None, both)
+        gw, gb = kernels.linear_weight(g[0], x, both[0])
+    rounded = snap(g[0], grid).double()
+    assert not torch.equal(rounded, g[0].double())
+    assert relative(rounded @ w[0].double() + g[1].double() @ w[1].double(), gx) < 2e-3
+    assert relative(rounded.mT @ x.double(), gw) < 2e-3
+    assert relative(rounded.sum(1), gb) < 1e-5

@@ -73,18 +73,24 @@ class Layer(OfOperation):
             y = stacked_layer(y, run.weights[self.name], self.geometry)
         return self.finish(y, env, run)
 
+    def rounds_itself(self, run: Run) -> bool:
+        """Whether its own kernel can round what comes back: to known grids, and nothing between."""
+        is_known = not run.point(GRADIENT, self.name, self.block).must_measure
+        return is_known and not self.activation.present
+
     def finish(self, y: Tensor, env: Environment, run: Run, *, is_begun: bool = False) -> Tensor:
-        """All that follows the product; ``is_begun`` if that was shifted and activated already."""
+        """All that follows the product, or (``is_begun``) what :class:`Linears` leaves of it."""
         op = self.op
         bias = None if self.bias is None else run.leaves[self.bias]
         norm = None
         if self.norm is not None:
             norm = run.norm(self.norm, op.name, self.block, None if bias is None else bias.detach())
+        gradient = run.point(GRADIENT, op.name, self.block)
         finish = Finish(
             self.activation,
             run.rows(y, rows_of(y, image=self.image)),
             run.point(OUTPUT, op.name, self.block),
-            run.point(GRADIENT, op.name, self.block),
+            gradient.idle() if is_begun and self.rounds_itself(run) else gradient,
             is_begun,
         )
         addend = None if op.addend is None else run.coded(env, op.addend, self.block)
@@ -121,7 +127,12 @@ class Linears(Instruction):
         else:
             biases = [None if one.bias is None else run.leaves[one.bias] for one in self.layers]
             raw = env[first.op.x] if self.shares else None
-            found, passed = linear_layers(x, weights, biases, first.activation, kernels, raw)
+            points = [run.point(GRADIENT, one.name, one.block) for one in self.layers]
+            grids = [
+                point.known() if one.rounds_itself(run) else None
+                for one, point in zip(self.layers, points, strict=True)
+            ]
+            found, passed = linear_layers(x, weights, biases, first.activation, kernels, raw, grids)
             if self.shares:
                 env[first.op.x] = passed
             for layer, y in zip(self.layers, found, strict=True):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl.freeze.kernels import Geometry
+from cocofl.numerics import StackedGrid
 from cocofl.vector.fused import depthwise_for
 from cocofl.vector.kernels import Activation
 from cocofl.vector.streams import side_by_side
@@ -103,17 +104,18 @@ def linear_layers(
     biases: Sequence[Tensor | None],
     activation: Activation,
     kernels: Any,
-    passed: Tensor | None = None,
+    passed: Tensor | None,
+    grids: Sequence[StackedGrid | None],
 ) -> tuple[list[Tensor], Tensor | None]:
     """``x`` through several linear layers, by kernels that shift and activate, too.
 
     What comes back through the activation is left to who finishes the layers. ``passed`` is
     handed on as it is to others who read ``x``: what they send back is added to the gradient of
-    ``x`` on the way, instead of in a pass of its own.
+    ``x`` on the way, instead of in a pass of its own. ``grids`` are what gradients are rounded to.
     """
     ways = [tensor for way in zip(*weights, strict=True) for tensor in way]
     found = _Linears.apply(  # type: ignore[no-untyped-call]
-        rows_of(x, image=False), passed, kernels, activation, *biases, *ways
+        rows_of(x, image=False), passed, kernels, activation, grids, *biases, *ways
     )
     rows = found[: len(weights)]
     handed_on = None if passed is None else found[-1]
@@ -162,11 +164,12 @@ class _Linears(torch.autograd.Function):
         passed: Tensor | None,
         kernels: Any,
         activation: Activation,
+        grids: Sequence[StackedGrid | None],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         n = len(tensors) // 4
         biases, own, forward, back = (tensors[i * n : (i + 1) * n] for i in range(4))
-        ctx.kernels, ctx.dtypes = kernels, [w.dtype for w in own]
+        ctx.kernels, ctx.grids, ctx.dtypes = kernels, grids, [w.dtype for w in own]
         ctx.save_for_backward(x, *back)
         found = kernels.linear(x, forward, biases, activation)
         return (*found,) if passed is None else (*found, passed.view_as(passed))
@@ -176,17 +179,21 @@ class _Linears(torch.autograd.Function):
         x, *back = ctx.saved_tensors
         n = len(back)
         own, others = gradients[:n], gradients[n:]
+        grid = ctx.kernels.stacked(ctx.grids)
         gx = None
         if ctx.needs_input_grad[0]:
             sent = others[0].reshape(x.shape) if others else None
-            gx = ctx.kernels.linear_input(own, back, sent)
-        found = [ctx.kernels.linear_weight(g, x) for g in own]
+            gx = ctx.kernels.linear_input(own, back, sent, grid)
+        found = [
+            ctx.kernels.linear_weight(g, x, None if grid is None else grid[i])
+            for i, g in enumerate(own)
+        ]
         shifts = [
             gb if needed else None
-            for (_, gb), needed in zip(found, ctx.needs_input_grad[4 : 4 + n], strict=True)
+            for (_, gb), needed in zip(found, ctx.needs_input_grad[5 : 5 + n], strict=True)
         ]
         weights = [gw.to(dtype) for (gw, _), dtype in zip(found, ctx.dtypes, strict=True)]
-        return gx, None, None, None, *shifts, *weights, *[None] * 2 * n
+        return gx, None, None, None, None, *shifts, *weights, *[None] * 2 * n
 
 
 def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:

@@ -128,9 +128,8 @@ class Run:
             return x
         key = f"{value} as codes"
         if key not in env:
-            idle = TapPoint(Tap(CONVERSION, value), None, on_the_fly=False, note=None)
             rows = self.valid if x.shape[1] == self.batch else None
-            env[key] = tapped(x, point, idle, rows)
+            env[key] = tapped(x, point, point.idle(), rows)
         coded: Tensor = env[key]
         return coded
 

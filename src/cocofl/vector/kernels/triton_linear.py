@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cocofl.numerics import StackedGrid
 from cocofl.vector.kernels.base import Activation
+from cocofl.vector.kernels.triton_rows import _rounded
 
 
 class Tiles(NamedTuple):
@@ -35,7 +37,11 @@ _SUM = Tiles(32, 128, 128, 8, 3)
 _PROGRAMS = 264  # that share the rows of a sum
 
 # What gains nothing from being a multiple of 16: see `triton_rows`.
-_compiled_once = partial(triton.jit, do_not_specialize=("n", "devices", "across", "turns"))
+_compiled_once = partial(
+    triton.jit,
+    do_not_specialize=("n", "devices", "across", "turns"),
+    do_not_specialize_on_alignment=("GRID",),
+)
 
 
 @_compiled_once
@@ -72,14 +78,28 @@ def _forward(
 
 
 @triton.jit
-def _add_product(y, G, W, d, n, ins, outs, r, i, BO: tl.constexpr):
-    """Of one layer; ``W`` points to its first device."""
+def _on_grid(g, GRID, layer, d, devices, ROUNDS: tl.constexpr):
+    """A layer's gradient, rounded where its device does that; ``GRID`` (layer, part, device)."""
+    if ROUNDS:
+        own = GRID + layer * 4 * devices
+        low, high = own + 2 * devices, own + 3 * devices
+        g = _rounded(g.to(tl.float32), d, own, own + devices, low, high).to(g.dtype)
+    return g
+
+
+@triton.jit
+def _add_product(
+    y, G, W, GRID, layer, d, n, devices, ins, outs, r, i, ROUNDS: tl.constexpr, BO: tl.constexpr
+):
+    """Of one layer."""
+    W += layer * devices * ins * outs
     G += d * n * outs
     W += d * outs * ins
     for first in range(0, outs, BO):
         o = first + tl.arange(0, BO)
         at = r[:, None] * outs + o[None, :]
         g = tl.load(G + at, mask=(r < n)[:, None] & (o < outs)[None, :], other=0.0)
+        g = _on_grid(g, GRID, layer, d, devices, ROUNDS)
         at = i[:, None] * outs + o[None, :]
         w = tl.load(W + at, mask=(i < ins)[:, None] & (o < outs)[None, :], other=0.0)
         y = tl.dot(g, tl.trans(w), y, input_precision="tf32")
@@ -88,19 +108,20 @@ def _add_product(y, G, W, d, n, ins, outs, r, i, BO: tl.constexpr):
 
 @_compiled_once
 def _input(
-    G, H, K, W, ADDEND, GX, n, devices, ins, outs, across,
-    LAYERS: tl.constexpr, ADDS: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    G, H, K, W, GRID, ADDEND, GX, n, devices, ins, outs, across,
+    LAYERS: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr,
+    BR: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of up to three layers; ``W`` (layer, device, in, out)."""
     tile, d = tl.program_id(0) // across, tl.program_id(1).to(tl.int64)
     r = tile * BR + tl.arange(0, BR)
     i = tl.program_id(0) % across * BI + tl.arange(0, BI)
     y = tl.zeros((BR, BI), tl.float32)
-    y = _add_product(y, G, W, d, n, ins, outs, r, i, BO)
+    y = _add_product(y, G, W, GRID, 0, d, n, devices, ins, outs, r, i, ROUNDS, BO)
     if LAYERS > 1:
-        y = _add_product(y, H, W + devices * ins * outs, d, n, ins, outs, r, i, BO)
+        y = _add_product(y, H, W, GRID, 1, d, n, devices, ins, outs, r, i, ROUNDS, BO)
     if LAYERS > 2:
-        y = _add_product(y, K, W + 2 * devices * ins * outs, d, n, ins, outs, r, i, BO)
+        y = _add_product(y, K, W, GRID, 2, d, n, devices, ins, outs, r, i, ROUNDS, BO)
     at = d * n * ins + r[:, None] * ins + i[None, :]
     inside = (r < n)[:, None] & (i < ins)[None, :]
     if ADDS:
@@ -122,8 +143,8 @@ def _held(x, HELD: tl.constexpr, SCALES: tl.constexpr):
 
 @_compiled_once
 def _weight(
-    G, X, GW, GB, n, ins, outs, turns, across,
-    HELD: tl.constexpr, SCALES: tl.constexpr,
+    G, X, GRID, GW, GB, n, devices, ins, outs, turns, across,
+    HELD: tl.constexpr, SCALES: tl.constexpr, ROUNDS: tl.constexpr,
     BR: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk of rows: (device, chunk, out, in), and for the bias (device, chunk, out)."""
@@ -141,6 +162,7 @@ def _weight(
         g = tl.load(G + at, mask=(r < n)[:, None] & (o < outs)[None, :], other=0.0)
         at = r[:, None] * ins + i[None, :]
         x = tl.load(X + at, mask=(r < n)[:, None] & (i < ins)[None, :], other=0.0)
+        g = _on_grid(g, GRID, 0, d, devices, ROUNDS)
         gb += g.to(tl.float32)
         g, g_down = _held(g, HELD, SCALES)
         x, x_down = _held(x, HELD, SCALES)
@@ -181,9 +203,13 @@ def linear_input(
     gradients: Sequence[Tensor],
     weights: Sequence[Tensor],
     addend: Tensor | None = None,
+    grid: Tensor | None = None,
     tiles: Tiles = _BACK,
 ) -> Tensor:
-    """The gradient of the rows: the sum over the layers of g · w, and ``addend``."""
+    """The gradient of the rows: the sum over the layers of g · w, and ``addend``.
+
+    Gradients are rounded to ``grid`` first, of all layers (see :func:`stacked`).
+    """
     gs = [g.contiguous() for g in gradients]
     d, n, outs = gs[0].shape
     ins = weights[0].shape[2]
@@ -191,15 +217,27 @@ def linear_input(
     gx = torch.empty(d, n, ins, dtype=gs[0].dtype, device=w.device)
     across = triton.cdiv(ins, _fit(tiles.results, ins))
     _input[triton.cdiv(n, tiles.rows) * across, d](
-        *gs, *[None] * (3 - len(gs)), w, None if addend is None else addend.contiguous(), gx,
-        n, d, ins, outs, across, LAYERS=len(gs), ADDS=addend is not None,
+        *gs, *[None] * (3 - len(gs)), w, grid, None if addend is None else addend.contiguous(), gx,
+        n, d, ins, outs, across, LAYERS=len(gs), ROUNDS=grid is not None, ADDS=addend is not None,
         BR=tiles.rows, BI=_fit(tiles.results, ins), BO=_fit(tiles.terms, outs), **_launch(tiles),
     )  # fmt: skip
     return gx
 
 
-def linear_weight(g: Tensor, x: Tensor, tiles: Tiles = _SUM) -> tuple[Tensor, Tensor]:
-    """The gradients of one layer's weight and bias.
+def stacked(grids: Sequence[StackedGrid | None]) -> Tensor | None:
+    """Several layers' grids, (layer, part, device); None if nobody rounds."""
+    known = next((grid for grid in grids if grid is not None), None)
+    if known is None:
+        return None
+    none = torch.zeros_like(known[0])
+    parts = [part for grid in grids for part in (grid or (none,) * 4)]
+    return torch.stack(parts).view(len(grids), 4, -1)
+
+
+def linear_weight(
+    g: Tensor, x: Tensor, grid: Tensor | None = None, tiles: Tiles = _SUM
+) -> tuple[Tensor, Tensor]:
+    """The gradients of one layer's weight and bias; ``g`` is rounded to ``grid`` first.
 
     Both tiles are read across, which tf32 cannot: they are held as float16, divided by a power of
     two so that its range is enough (see `triton_attention`).
@@ -214,8 +252,8 @@ def linear_weight(g: Tensor, x: Tensor, tiles: Tiles = _SUM) -> tuple[Tensor, Te
     gb = torch.empty(d, chunks, outs, device=g.device)
     floats = g.dtype == torch.float32
     _weight[chunks * parts, d](
-        g, x, gw, gb, n, ins, outs, turns, parts,
-        HELD=tl.float16 if floats else tl.bfloat16, SCALES=floats,
+        g, x, grid, gw, gb, n, d, ins, outs, turns, parts,
+        HELD=tl.float16 if floats else tl.bfloat16, SCALES=floats, ROUNDS=grid is not None,
         BR=tiles.rows, BO=down, BI=across, **_launch(tiles),
     )  # fmt: skip
     return gw.sum(1), gb.sum(1)
