@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from cocofl.freeze.grids import GRADIENT, OUTPUT
 from cocofl.freeze.kernels import Geometry
 from cocofl.freeze.lowering import ActOp, CatOp, MapOp, NodeOp
+from cocofl.numerics import StackedGrid
 from cocofl.vector.fused import attention_for, chains_for, linear_for
 from cocofl.vector.kernels import Activation, Dropping
 from cocofl.vector.layers import Finish, finished
@@ -73,10 +74,10 @@ class Layer(OfOperation):
             y = stacked_layer(y, run.weights[self.name], self.geometry)
         return self.finish(y, env, run)
 
-    def rounds_itself(self, run: Run) -> bool:
-        """Whether its own kernel can round what comes back: to known grids, and nothing between."""
-        is_known = not run.point(GRADIENT, self.name, self.block).must_measure
-        return is_known and not self.activation.present
+    def kernel_grid(self, run: Run) -> StackedGrid | None:
+        """What its kernel rounds gradients to: grids that are known, with no ReLU before them."""
+        point = run.point(GRADIENT, self.name, self.block)
+        return None if point.must_measure or self.activation.present else point.known()
 
     def finish(self, y: Tensor, env: Environment, run: Run, *, is_begun: bool = False) -> Tensor:
         """All that follows the product, or (``is_begun``) what :class:`Linears` leaves of it."""
@@ -90,7 +91,7 @@ class Layer(OfOperation):
             self.activation,
             run.rows(y, rows_of(y, image=self.image)),
             run.point(OUTPUT, op.name, self.block),
-            gradient.idle() if is_begun and self.rounds_itself(run) else gradient,
+            gradient if not is_begun or self.kernel_grid(run) is None else gradient.idle(),
             is_begun,
         )
         addend = None if op.addend is None else run.coded(env, op.addend, self.block)
@@ -127,11 +128,7 @@ class Linears(Instruction):
         else:
             biases = [None if one.bias is None else run.leaves[one.bias] for one in self.layers]
             raw = env[first.op.x] if self.shares else None
-            points = [run.point(GRADIENT, one.name, one.block) for one in self.layers]
-            grids = [
-                point.known() if one.rounds_itself(run) else None
-                for one, point in zip(self.layers, points, strict=True)
-            ]
+            grids = [one.kernel_grid(run) for one in self.layers]
             found, passed = linear_layers(x, weights, biases, first.activation, kernels, raw, grids)
             if self.shares:
                 env[first.op.x] = passed

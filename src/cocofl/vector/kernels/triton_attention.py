@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 # float32 is multiplied without tensor cores, for which large tiles are of no use.
 _EXACT = Plan(
-    tl.float32, "ieee", Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)
+    tl.float32, "ieee", Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)
 )  # fmt: skip
 _HALF = Plan(
     tl.float16, "tf32", Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)
