@@ -7,13 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl import Span, chain_state, split
 from cocofl.models import MODELS
 from cocofl.models.widths import places
+from cocofl.numerics import snap, stacked_grid
 from cocofl.vector import Cohort, DeviceWork, Sgd
+from cocofl.vector.fused import attention_for, chains_for, linear_for
+from cocofl.vector.kernels import Activation, Dropping
 from cocofl.vector.levels import factor_row
+from cocofl.vector.precision import Precision
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 
@@ -21,13 +26,13 @@ BATCH, SAMPLES, STEPS = 8, 40, 3
 WIDTHS = (0.25, 0.5, 1.0)
 
 
-def cohorts(name: str, **more: Any) -> tuple[list[Cohort], dict[str, Tensor]]:
+def cohorts(name: str, dropout: float = 0.0, **more: Any) -> tuple[list[Cohort], dict[str, Tensor]]:
     """The same cohort on the CPU and on the GPU, and the state they begin with."""
     torch.manual_seed(0)
     model = MODELS[name](10, tiny=True)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0
+            module.p = dropout
     x, y = model.example_input(SAMPLES), torch.randint(0, 10, (SAMPLES,))
     chain = split(model, x[:BATCH])
     options = {"optimizer": Sgd(weight_decay=0.01), "precision": "fp32"} | more
@@ -119,3 +124,135 @@ def test_precisions(precision: str, tolerance: float) -> None:
     moved = exact.parameters - exact.rows_of([state]).parameters
     also = rough.parameters.cpu() - exact.rows_of([state]).parameters
     assert relative(moved[:5], also[:5]) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 1e-5), ("tf32", 2e-3), ("bf16", 2e-2)]
+)
+@pytest.mark.parametrize(("rows", "channels"), [(80, 64), (24, 8), (33, 128)])
+def test_attention(rows: int, channels: int, precision: str, tolerance: float) -> None:
+    """Against float64, with gradients as small as they are in training; one text has no words."""
+    torch.manual_seed(0)
+    own = torch.bfloat16 if precision == "bf16" else torch.float32
+    shape = 3, rows, 2 * channels
+    heads = [
+        torch.randn(shape, device="cuda", dtype=own).unflatten(2, (2, channels)).transpose(1, 2)
+        for _ in range(4)
+    ]
+    inputs, g = [x.requires_grad_() for x in heads[:3]], heads[3].detach() * 1e-6
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    mask = torch.rand(3, 1, 1, rows, device="cuda") < 0.7
+    mask[1] = False
+    kernels = attention_for(*inputs, mask)
+    assert kernels is not None
+    with Precision.named(precision).active():
+        y = kernels.attention(*inputs, mask, channels**-0.5)
+        found = y, *torch.autograd.grad(y, inputs, g)
+    y = F.scaled_dot_product_attention(*exact, attn_mask=mask)
+    expected = y, *torch.autograd.grad(y, exact, g.double())
+    for a, b in zip(expected, found, strict=True):
+        assert not b[1].any()
+        assert relative(a, b.double()) < tolerance
+
+
+def test_a_transformer_in_tf32() -> None:
+    (exact, _), state = cohorts("transformer")
+    (_, rough), _ = cohorts("transformer", precision="tf32")
+    works = [DeviceWork(exact.everything, "f", 0.05)] * 5
+    for cohort in (exact, rough):
+        cohort.train(cohort.rows_of([state]), [frozenset()], works, *mini_batches(5))
+    before = exact.rows_of([state]).parameters
+    moved, also = exact.parameters - before, rough.parameters.cpu() - before
+    assert relative(moved[:5], also[:5]) < 0.05
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25])
+@pytest.mark.parametrize("adds", [True, False])
+def test_norm_of_a_sum(adds: bool, p: float) -> None:
+    """Against float64; the last device drops nothing."""
+    torch.manual_seed(0)
+    x, addend, g = (torch.randn(3, 4, 33, 24, device="cuda") for _ in range(3))
+    rows = torch.randn(3, 100, device="cuda")
+    kernels = chains_for(x)
+    assert kernels is not None
+    dropping = Dropping(p, torch.tensor([True, True, False], device="cuda"))
+
+    def plain(x: Tensor, addend: Tensor, rows: Tensor) -> Tensor:
+        weight, bias = (rows[:, i : i + 24].view(3, 1, 1, 24) for i in (0, 50))
+        return F.layer_norm(x + addend if adds else x, (24,)) * weight + bias
+
+    def fused(x: Tensor, addend: Tensor, rows: Tensor) -> Tensor:
+        torch.cuda.manual_seed(1)
+        weight, bias = rows[:, :24], rows[:, 50:74]
+        added = addend if adds else None
+        result: Tensor = kernels.normalise(x, added, dropping if p else None, weight, bias, 1e-5)
+        return result
+
+    torch.cuda.manual_seed(1)
+    kept = kernels.drop(torch.ones_like(x), dropping) if p else torch.ones_like(x)
+    assert bool((kept[2] == 1).all())
+    assert float((kept[:2] == 0).double().mean()) == pytest.approx(p, abs=0.03)
+    found = torch.autograd.functional.vjp(fused, (x, addend, rows), g)
+    exact = tuple(t.double() for t in (x, addend, rows))
+    expected = torch.autograd.functional.vjp(
+        lambda x, *more: plain(x * kept, *more), exact, g.double()
+    )
+    for a, b in zip((expected[0], *expected[1]), (found[0], *found[1]), strict=True):
+        assert relative(a, b.double()) < 1e-5
+
+
+def test_dropout_repeats_and_draws_anew() -> None:
+    """Captured or not, the seed decides; each step of a captured graph drops other elements."""
+    (_, cohort), state = cohorts("transformer", dropout=0.2)
+    works = [DeviceWork(cohort.everything, "f", 0.05)] * 5
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        cohort.train(cohort.rows_of([state]), [frozenset()], works, *mini_batches(5))
+        found.append(cohort.parameters.clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 2e-3), ("bf16", 2e-2)])
+@pytest.mark.parametrize(("layers", "upper"), [(3, None), (2, 0.5), (1, 0.5)])
+def test_linear_layers(layers: int, upper: float | None, precision: str, tolerance: float) -> None:
+    torch.manual_seed(0)
+    own = torch.bfloat16 if precision == "bf16" else torch.float32
+    x, *g = (torch.randn(3, 77, c, device="cuda", dtype=own) for c in (40, *[24] * layers))
+    w = [torch.randn(3, 24, 40, device="cuda") for _ in range(layers)]
+    bias = [torch.randn(3, 24, device="cuda"), *[None] * (layers - 1)]
+    with Precision.named(precision).active():
+        kernels = linear_for(x, 24)
+        assert kernels is not None
+        found = kernels.linear(x, w, bias, Activation(upper is not None, upper))
+        gx = kernels.linear_input(g, w, x)
+        gw, gb = kernels.linear_weight(g[0] * 1e-6, x)
+    exact = [one.double() for one in w]
+    for one, shift, y in zip(exact, bias, found, strict=True):
+        expected = x.double() @ one.mT + (0 if shift is None else shift.double()[:, None])
+        assert relative(expected if upper is None else expected.clamp(0, upper), y) < tolerance
+    expected = x.double() + sum(a.double() @ b for a, b in zip(g, exact, strict=True))
+    assert relative(expected, gx) < tolerance
+    assert relative(g[0].double().mT @ x.double(), gw * 1e6) < tolerance
+    assert relative(g[0].double().sum(1), gb * 1e6) < tolerance
+
+
+def test_linear_layers_round_what_comes_back() -> None:
+    """The first layer's gradient on two of three devices, the second's on none."""
+    torch.manual_seed(0)
+    x, *g = (torch.randn(3, 77, c, device="cuda") for c in (40, 24, 24))
+    w = [torch.randn(3, 24, 40, device="cuda") for _ in range(2)]
+    scales = torch.tensor([0.02, torch.nan, 0.01], device="cuda")
+    grid = stacked_grid(scales, torch.zeros(3, dtype=torch.bool, device="cuda"))
+    with Precision.named("tf32").active():
+        kernels = linear_for(x, 24)
+        assert kernels is not None
+        both = kernels.stacked([grid, None])
+        gx = kernels.linear_input(g, w, None, both)
+        gw, gb = kernels.linear_weight(g[0], x, both[0])
+    rounded = snap(g[0], grid).double()
+    assert not torch.equal(rounded, g[0].double())
+    assert relative(rounded @ w[0].double() + g[1].double() @ w[1].double(), gx) < 2e-3
+    assert relative(rounded.mT @ x.double(), gw) < 2e-3
+    assert relative(rounded.sum(1), gb) < 1e-5

@@ -616,7 +616,7 @@ def _fuse(
         elif isinstance(op, ActOp) and (maker := only_feeds(op.x)):
             fused = replace(maker, name=op.name, activation=op.activation)
             del made[maker.name]
-        elif isinstance(op, NodeOp) and _is_sum_of_maps(op, shapes):
+        elif isinstance(op, NodeOp) and is_sum_of_maps(op, shapes):
             for mine, other in (op.inputs[::-1], op.inputs):
                 maker = only_feeds(mine)
                 if maker and maker.addend is None and _is_convolution(maker, block):
@@ -627,7 +627,7 @@ def _fuse(
     return list(made.values())
 
 
-def _is_sum_of_maps(op: NodeOp, shapes: dict[str, tuple[int, ...]]) -> bool:
+def is_sum_of_maps(op: NodeOp, shapes: dict[str, tuple[int, ...]]) -> bool:
     """Whether this adds two different feature maps of one shape, without any factor."""
     return (
         op.nodes[-1].target in _ADDITIONS

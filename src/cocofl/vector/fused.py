@@ -13,6 +13,10 @@ from torch import Tensor
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels import plain
 
+_HEAD_CHANNELS = 128  # of which a tile still fits
+_SMALL = 512  # channels up to which a linear layer does little with what it reads
+_ROW = 4096  # channels that a program can hold at a time
+
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -25,6 +29,21 @@ def kernels_for(x: Tensor) -> Any:
     """Fused kernels where they run, else plain PyTorch."""
     # Triton is imported only where there is a GPU to use it.
     return import_module("cocofl.vector.kernels.triton_rows") if runs_on(x) else plain
+
+
+def chains_for(x: Tensor) -> Any | None:
+    """Our own dropout and LayerNorm, where they run."""
+    if not (runs_on(x) and x.shape[-1] <= _ROW):
+        return None
+    return import_module("cocofl.vector.kernels.triton_chains")
+
+
+def linear_for(x: Tensor, outs: int) -> Any | None:
+    """Our own linear layers, where they run and memory is what they wait for."""
+    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    if not runs_on(x) or exact or max(outs, x.shape[-1]) > _SMALL:
+        return None
+    return import_module("cocofl.vector.kernels.triton_linear")
 
 
 class Convolution(NamedTuple):
@@ -57,3 +76,26 @@ def dense_for(x: Tensor, geometry: Geometry) -> Convolution | None:
         return None
     run = import_module("cocofl.vector.kernels.triton_dense")
     return Convolution(run.dense, run.dense_input, run.dense_weight)
+
+
+def attention_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any | None:
+    """Our own attention, where it runs: (sample, head, row, channel), a mask over keys at most."""
+    if not runs_on(query) or query.ndim != 4:
+        return None
+    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
+    fits = query.shape[:2] == key.shape[:2] and query.shape[3] == key.shape[3] <= _HEAD_CHANNELS
+    if not (alike and fits and (mask is None or _is_over_keys(mask, key))):
+        return None
+    return import_module("cocofl.vector.kernels.triton_attention")
+
+
+def _is_over_keys(mask: Tensor, key: Tensor) -> bool:
+    """Whether a mask is the same for all queries: (sample or 1, head or 1, 1, key)."""
+    samples, heads, keys, _ = key.shape
+    return (
+        mask.dtype == torch.bool
+        and mask.ndim == 4
+        and mask.shape[0] in {1, samples}
+        and mask.shape[1] in {1, heads}
+        and mask.shape[2:] == (1, keys)
+    )

@@ -12,10 +12,12 @@ from torch import Tensor, fx, nn
 
 from cocofl.freeze.grids import GRADIENT, OUTPUT
 from cocofl.freeze.kernels import Geometry
-from cocofl.freeze.lowering import ActOp, CatOp, MapOp
-from cocofl.vector.kernels import Activation
+from cocofl.freeze.lowering import ActOp, CatOp, MapOp, NodeOp
+from cocofl.numerics import StackedGrid
+from cocofl.vector.fused import attention_for, chains_for, linear_for
+from cocofl.vector.kernels import Activation, Dropping
 from cocofl.vector.layers import Finish, finished
-from cocofl.vector.maps import Weights, side_by_side, stacked_layer
+from cocofl.vector.maps import Weights, linear_layers, side_by_side, stacked_layer
 from cocofl.vector.nodes import MAPPED, MERGED, NodeCall
 from cocofl.vector.run import Environment, NormSpec, Run
 from cocofl.vector.slots import Slot
@@ -70,33 +72,93 @@ class Layer(OfOperation):
         """Whether channels come before height and width; a linear layer's come last."""
         return self.weight is None or self.geometry is not None
 
+    @property
+    def activation(self) -> Activation:
+        """None, or the ReLU that it took in."""
+        act = self.op.activation
+        return Activation(False) if act is None else Activation(True, act.upper)
+
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
-        op = self.op
-        y = run.coded(env, op.x, self.block)
+        y = run.coded(env, self.op.x, self.block)
         if self.weight is not None:
             y = stacked_layer(
                 y,
-                run.weights[op.name],
+                run.weights[self.name],
                 self.geometry,
                 run.asked(self.block),
                 run.beside(self.weight),
             )
+        return self.finish(y, env, run)
+
+    def kernel_grid(self, run: Run) -> StackedGrid | None:
+        """What its kernel rounds gradients to: grids that are known, with no ReLU before them."""
+        point = run.point(GRADIENT, self.name, self.block)
+        return None if point.must_measure or self.activation.present else point.known()
+
+    def finish(self, y: Tensor, env: Environment, run: Run, *, is_begun: bool = False) -> Tensor:
+        """All that follows the product, or (``is_begun``) what :class:`Linears` leaves of it."""
+        op = self.op
         bias = None if self.bias is None else run.leaves[self.bias]
         norm = None
         if self.norm is not None:
             norm = run.norm(self.norm, op.name, self.block, None if bias is None else bias.detach())
-        act = op.activation
+        gradient = run.point(GRADIENT, op.name, self.block)
         finish = Finish(
-            Activation(False) if act is None else Activation(True, act.upper),
+            self.activation,
             run.rows(y, image=self.image),
             run.asked(self.block).value,
             run.point(OUTPUT, op.name, self.block),
-            run.point(GRADIENT, op.name, self.block),
+            gradient if not is_begun or self.kernel_grid(run) is None else gradient.idle(),
+            is_begun,
         )
         addend = None if op.addend is None else run.coded(env, op.addend, self.block)
-        offset = bias if norm is None else None
+        offset = bias if norm is None and not is_begun else None
         return finished(y, addend, offset, norm, finish, image=self.image)
+
+
+@dataclass(frozen=True)
+class Linears(Instruction):
+    """Linear layers of the same input: read once where a kernel does that, else in turn."""
+
+    layers: tuple[Layer, ...]
+    shares: bool
+    """Whether others read that input, too."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The last value it makes."""
+        return self.layers[-1].name
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Whose they are."""
+        return self.layers[0].block
+
+    @property
+    def learned(self) -> tuple[Slot | None, ...]:
+        """See :class:`Instruction`."""
+        return tuple(slot for layer in self.layers for slot in layer.learned)
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`; the other values are put where they are read, too."""
+        first = self.layers[0]
+        x = run.coded(env, first.op.x, self.block)
+        weights = [run.weights[layer.name] for layer in self.layers]
+        kernels = linear_for(x, weights[0].own.shape[1])
+        if kernels is None:
+            env |= {layer.name: layer(env, run) for layer in self.layers}
+        else:
+            biases = [None if one.bias is None else run.leaves[one.bias] for one in self.layers]
+            raw = env[first.op.x] if self.shares else None
+            grids = [one.kernel_grid(run) for one in self.layers]
+            found, passed = linear_layers(x, weights, biases, first.activation, kernels, raw, grids)
+            if self.shares:
+                env[first.op.x] = passed
+            for layer, y in zip(self.layers, found, strict=True):
+                env[layer.name] = layer.finish(y, env, run, is_begun=True)
+        last: Tensor = env[self.name]
+        return last
 
 
 @dataclass(frozen=True)
@@ -260,22 +322,42 @@ class Drop(Instruction):
     node: fx.Node
     module: nn.Module | None
 
+    @property
+    def p(self) -> float:
+        """How likely an element is dropped."""
+        if self.module is not None:
+            return float(self.module.p)  # type: ignore[arg-type]
+        given: dict[str, Any] = dict(zip(("input", "p"), self.node.args, strict=False))
+        return float((given | self.node.kwargs).get("p", 0.5))
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element is dropped by itself, and only some of them are."""
+        own = F.dropout if self.module is None else nn.Dropout
+        kind = self.node.target if self.module is None else type(self.module)
+        return kind is own and 0.0 < self.p < 1.0
+
+    def dropping(self, run: Run) -> Dropping | None:
+        """On which devices it is active now."""
+        return None if run.averages else Dropping(self.p, run.roles.with_batch[self.block])
+
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         x: Tensor = env[self.x]
-        if run.averages:
+        dropping = self.dropping(run)
+        if dropping is None:
             return x
+        if self.is_elementwise and (kernels := chains_for(x)) is not None:
+            dropped: Tensor = kernels.drop(x, dropping)
+            return dropped
         merged = x.flatten(0, 1)
         if self.module is not None:
             # The functional form: the module itself may work in place.
-            kind = type(self.module).__name__
-            function = getattr(F, _DROPOUTS[kind])
-            y = function(merged, p=self.module.p, training=True)
+            y = getattr(F, _DROPOUTS[type(self.module).__name__])(merged, p=self.p, training=True)
         else:
-            given = dict(zip(("input", "p"), self.node.args, strict=False)) | self.node.kwargs
             assert callable(self.node.target)
-            y = self.node.target(merged, p=given.get("p", 0.5), training=True)
-        active = run.roles.with_batch[self.block].view(-1, *[1] * (x.ndim - 1))
+            y = self.node.target(merged, p=self.p, training=True)
+        active = dropping.active.view(-1, *[1] * (x.ndim - 1))
         return torch.where(active, y.unflatten(0, x.shape[:2]), x)
 
 
@@ -322,3 +404,105 @@ class Node(Instruction):
         counts = run.counts if call.mixes_samples else None
         result = call.looped(values, held, run.modes[self.block], counts)
         return run.settle(self.name, result, self.block)
+
+
+@dataclass(frozen=True)
+class NormaliseSum(Instruction):
+    """A LayerNorm over channels, and what comes before it if only the norm reads that.
+
+    One kernel drops, adds and normalises; without it, one instruction follows the other.
+    """
+
+    norm: NormaliseSamples
+    total: Node | None
+    drop: Drop | None
+    x: str
+    """What is dropped from, added to, and normalised."""
+    addend: str | None
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.norm.name
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Whose it is."""
+        return self.norm.block
+
+    @property
+    def learned(self) -> tuple[Slot | None, ...]:
+        """See :class:`Instruction`."""
+        return self.norm.learned
+
+    def __call__(self, env: Environment, run: Run) -> Tensor:
+        """See :class:`Instruction`."""
+        x: Tensor = env[self.x]
+        kernels = chains_for(x)
+        if kernels is None:
+            for part in (self.drop, self.total):
+                if part is not None:
+                    env[part.name] = part(env, run)
+            return self.norm(env, run)
+        addend = None if self.addend is None else env[self.addend]
+        dropping = None if self.drop is None else self.drop.dropping(run)
+        slots = self.norm.weight, self.norm.bias
+        own = [None if slot is None else run.leaves[slot] for slot in slots]
+        y = kernels.normalise(x, addend, dropping, *own, self.norm.layer.eps)
+        settled: Tensor = run.settle(self.name, y, self.block)
+        return settled
+
+
+@dataclass(frozen=True)
+class Attend(Instruction):
+    """Each position gathers from all others: by a kernel of our own where there is one."""
+
+    query: str
+    key: str
+    value: str
+    mask: str | None
+    scale: float | None
+    otherwise: Node
+
+    @classmethod
+    def instead_of(cls, node: Node, op: NodeOp) -> Attend | Node:
+        """The same as ``node``, if all that it does is attention whose weights are not dropped."""
+        call = op.nodes[-1]
+        alone = len(op.nodes) == len(node.call.pieces) == 1 and node.call.way == MERGED
+        if not alone or call.target is not F.scaled_dot_product_attention:
+            return node
+        given: dict[str, Any] = dict(zip(_ATTENTION, call.args, strict=False)) | call.kwargs
+        tensors = [given.pop(name, None) for name in _ATTENTION[:4]]
+        scale = given.pop("scale", None)
+        if any(given.values()) or isinstance(scale, fx.Node):
+            return node
+        query, key, value, mask = (op.names.get(x) for x in tensors)
+        if query is None or key is None or value is None or (mask is None) != (tensors[3] is None):
+            return node
+        return cls(query, key, value, mask, scale, node)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.otherwise.name
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Whose it is."""
+        return self.otherwise.block
+
+    def __call__(self, env: Environment, run: Run) -> Any:
+        """See :class:`Instruction`."""
+        query, key, value = (env[name].flatten(0, 1) for name in (self.query, self.key, self.value))
+        mask = None if self.mask is None else env[self.mask].flatten(0, 1)
+        kernels = attention_for(query, key, value, mask)
+        if kernels is None:
+            return self.otherwise(env, run)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        y = kernels.attention(query, key, value, mask, scale)
+        return run.settle(self.name, y.unflatten(0, env[self.query].shape[:2]), self.block)
+
+
+_ATTENTION = (
+    "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
+)  # fmt: skip

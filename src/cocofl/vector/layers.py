@@ -30,6 +30,8 @@ class Finish:
     """Which devices need a gradient here."""
     output: TapPoint
     gradient: TapPoint
+    is_begun: bool = False
+    """Whether the layer's own kernel has activated already."""
 
 
 def finished(
@@ -73,7 +75,9 @@ class _Finish(torch.autograd.Function):
         c = None if norm is None else run.coefficients(y, finish.rows, norm)
         factor, shift = (None, offset) if c is None else (c.factor, c.offset)
         grid = tap.known()
-        z = run.finish(y, factor, shift, addend, act, None if tap.must_measure else grid)
+        now = None if tap.must_measure else grid
+        still = Activation(False) if finish.is_begun else act
+        z = run.finish(y, factor, shift, addend, still, now)
         if tap.must_measure:
             grid = tap.measure(run.largest(z, finish.rows))
             if grid is not None:

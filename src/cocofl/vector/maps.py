@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl.freeze.kernels import Geometry
+from cocofl.numerics import StackedGrid
 from cocofl.vector.fused import Convolution, dense_for, depthwise_for
-from cocofl.vector.kernels import Asked
+from cocofl.vector.kernels import Activation, Asked
 from cocofl.vector.streams import Beside
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
@@ -121,6 +122,30 @@ def stacked_layer(
     return _apply(_Convolve, x, *w, geometry)
 
 
+def linear_layers(
+    x: Tensor,
+    weights: Sequence[Weights],
+    biases: Sequence[Tensor | None],
+    activation: Activation,
+    kernels: Any,
+    passed: Tensor | None,
+    grids: Sequence[StackedGrid | None],
+) -> tuple[list[Tensor], Tensor | None]:
+    """``x`` through several linear layers, by kernels that shift and activate, too.
+
+    What comes back through the activation is left to who finishes the layers. ``passed`` is
+    handed on as it is to others who read ``x``: what they send back is added to the gradient of
+    ``x`` on the way, instead of in a pass of its own. ``grids`` are what gradients are rounded to.
+    """
+    ways = [tensor for way in zip(*weights, strict=True) for tensor in way]
+    found = _Linears.apply(  # type: ignore[no-untyped-call]
+        rows_of(x, image=False), passed, kernels, activation, grids, *biases, *ways
+    )
+    rows = found[: len(weights)]
+    handed_on = None if passed is None else found[-1]
+    return [from_rows(y, x, image=False) for y in rows], handed_on
+
+
 def _unfolded(x: Tensor, w: Weights, g: Geometry) -> Tensor:
     """A convolution of few inputs, such as a stem's, as a matrix product."""
     vertical, horizontal = g.padding
@@ -160,6 +185,48 @@ class _Multiply(torch.autograd.Function):
 
 def _late(beside: Beside | None, call: Callable[[], Tensor], *reads: Tensor) -> Tensor:
     return call() if beside is None else beside.run(call, *reads)
+
+
+class _Linears(torch.autograd.Function):
+    """Several layers: all biases, all weights that learn, then those forward and those back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        passed: Tensor | None,
+        kernels: Any,
+        activation: Activation,
+        grids: Sequence[StackedGrid | None],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        n = len(tensors) // 4
+        biases, own, forward, back = (tensors[i * n : (i + 1) * n] for i in range(4))
+        ctx.kernels, ctx.grids, ctx.dtypes = kernels, grids, [w.dtype for w in own]
+        ctx.save_for_backward(x, *back)
+        found = kernels.linear(x, forward, biases, activation)
+        return (*found,) if passed is None else (*found, passed.view_as(passed))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *back = ctx.saved_tensors
+        n = len(back)
+        own, others = gradients[:n], gradients[n:]
+        grid = ctx.kernels.stacked(ctx.grids)
+        gx = None
+        if ctx.needs_input_grad[0]:
+            sent = others[0].reshape(x.shape) if others else None
+            gx = ctx.kernels.linear_input(own, back, sent, grid)
+        found = [
+            ctx.kernels.linear_weight(g, x, None if grid is None else grid[i])
+            for i, g in enumerate(own)
+        ]
+        shifts = [
+            gb if needed else None
+            for (_, gb), needed in zip(found, ctx.needs_input_grad[5 : 5 + n], strict=True)
+        ]
+        weights = [gw.to(dtype) for (gw, _), dtype in zip(found, ctx.dtypes, strict=True)]
+        return gx, None, None, None, None, *shifts, *weights, *[None] * 2 * n
 
 
 def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:

@@ -23,10 +23,12 @@ from cocofl.freeze.lowering import (
     lower,
 )
 from cocofl.vector.instructions import (
+    Attend,
     Concatenate,
     Drop,
     Instruction,
     Layer,
+    Linears,
     LookUp,
     Node,
     Normalise,
@@ -34,6 +36,7 @@ from cocofl.vector.instructions import (
     Rectify,
     Score,
 )
+from cocofl.vector.joining import joined
 from cocofl.vector.maps import geometry_of
 from cocofl.vector.nodes import LOOPED, Modes, NodeCall, Piece
 from cocofl.vector.rounding import Rounder, Sites
@@ -52,9 +55,9 @@ class Program:
         self.sites = Sites(plain)
         self.rounder = Rounder(chain, lowered, self.sites)
         self.inputs, self._outputs = lowered[0].inputs, lowered[-1].outputs
-        self.instructions = _Builder(chain, lowered, self.slots, on).build()
+        self.instructions = _Builder(chain, lowered, self.slots, on).build(self.sites)
         nodes = [i.call for i in self.instructions if isinstance(i, Node)]
-        self.layers = [i for i in self.instructions if isinstance(i, Layer | Normalise)]
+        self.layers = [i for one in self.instructions for i in _layers(one)]
         reads = Counter(slot for made in self.instructions for slot in made.learned)
         # Gradients of the others are summed up on the way.
         self.read_once = frozenset(slot for slot, n in reads.items() if slot is not None and n == 1)
@@ -70,6 +73,13 @@ class Program:
         return pytree.tree_map(
             lambda leaf: env[leaf] if isinstance(leaf, ValueName) else leaf, self._outputs
         )
+
+
+def _layers(one: Instruction) -> tuple[Layer | Normalise, ...]:
+    """The layers, of one instruction, that frozen devices have folded."""
+    if isinstance(one, Linears):
+        return one.layers
+    return (one,) if isinstance(one, Layer | Normalise) else ()
 
 
 class _Builder:
@@ -94,7 +104,7 @@ class _Builder:
         self._inlined: dict[str, tuple[Piece, ...]] = {}
         self._made: list[Instruction] = []
 
-    def build(self) -> list[Instruction]:
+    def build(self, sites: Sites) -> list[Instruction]:
         """All instructions."""
         for block, low in enumerate(self._lowered):
             for op in low.operations:
@@ -102,7 +112,7 @@ class _Builder:
         for leaf in pytree.tree_leaves(self._lowered[-1].outputs):
             if isinstance(leaf, ValueName) and leaf in self._inlined:
                 self._materialise(leaf, self._lowered_block_of(leaf))
-        return self._made
+        return joined(self._made, self._lowered, sites)
 
     def _lowered_block_of(self, value: str) -> int:
         return int(value.partition(".")[0])
@@ -170,7 +180,7 @@ class _Builder:
             self._inlined[op.name] = tuple(pieces.values())
             return
         call.try_out(self._example)
-        self._made.append(Node(call))
+        self._made.append(Attend.instead_of(Node(call), op))
 
     def _known_layer(self, op: NodeOp, block: int) -> Instruction | None:  # noqa: PLR0911
         """An instruction of its own for a layer that is plainly PyTorch's."""

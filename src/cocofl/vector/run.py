@@ -140,8 +140,7 @@ class Run:
             return x
         key = f"{value} as codes"
         if key not in env:
-            idle = TapPoint(Tap(CONVERSION, value), None, on_the_fly=False, note=None)
-            env[key] = tapped(x, point, idle, self.rows(x))
+            env[key] = tapped(x, point, point.idle(), self.rows(x))
         coded: Tensor = env[key]
         return coded
 

@@ -36,6 +36,10 @@ class TapPoint:
         """Whether nothing happens here."""
         return self.note is None and self.known() is None
 
+    def idle(self) -> TapPoint:
+        """The same place, where nothing is left to do."""
+        return TapPoint(self.tap, None, on_the_fly=False, note=None)
+
     def known(self) -> StackedGrid | None:
         """The grids, as far as they do not depend on the tensor."""
         return None if self.table is None else self.table.known(self.tap)

@@ -77,3 +77,15 @@ class Norm:
         for running, new in pairs:
             moved = running + self.momentum * (new - running)
             running.copy_(torch.where(self.tracks, moved, running))
+
+
+class Dropping(NamedTuple):
+    """Dropout on the devices where it is ``active``, (device,)."""
+
+    p: float
+    active: Tensor
+
+    @property
+    def threshold(self) -> int:
+        """Which of 2^32 numbers drop."""
+        return min(round(self.p * 2**32), 2**32 - 1)

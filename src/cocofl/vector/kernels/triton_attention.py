@@ -1,0 +1,348 @@
+"""Attention without its matrix of weights: tiles of it are made, used, and made again backward.
+
+After FlashAttention-2 (Dao, 2023): a program goes through the keys of its queries and keeps the
+softmax's largest exponent and sum; the way back needs their logarithm only. Gradients of queries
+and those of keys and values come from two kernels, so no two programs add to one number, and
+runs repeat to the bit.
+
+In ``tf32`` tiles are held as float16: it has the 11 significant bits of tf32, half its size, and
+twice its speed, and can be read across, which tf32 cannot. Its range is smaller. Gradients, which
+may be tiny, are multiplied by a power of two before and divided by it after; queries, keys and
+values are taken as they are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
+
+# What gains nothing from being a multiple of 16: see `triton_rows`.
+_SIZES = ("heads", "queries", "keys", "tiles", "parts", "mask_sample", "mask_head", "mask_key")
+_compiled_once = partial(
+    triton.jit,
+    do_not_specialize=_SIZES,
+    do_not_specialize_on_alignment=("MASK", "LSE", "DELTA", "LARGEST"),
+)
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: its own rows, those it goes through, and how it runs."""
+
+    own: int
+    other: int
+    warps: int
+    stages: int
+
+
+class Plan(NamedTuple):
+    """What tiles are held as, how they are multiplied, and the tiles of each kernel."""
+
+    held: Any
+    precision: str
+    forward: Tiles
+    queries: Tiles
+    keys: Tiles
+
+
+# float32 is multiplied without tensor cores, for which large tiles are of no use.
+_EXACT = Plan(
+    tl.float32, "ieee", Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)
+)  # fmt: skip
+_HALF = Plan(
+    tl.float16, "tf32", Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)
+)  # fmt: skip
+_WIDE = Plan(
+    tl.float16, "tf32", Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)
+)  # fmt: skip
+_NARROW = 64  # channels of a head up to which the larger tiles fit
+
+
+def plan_for(x: Tensor) -> Plan:
+    """How to compute with tensors like this one, under the present precision."""
+    if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return _EXACT
+    plan = _HALF if x.shape[-1] <= _NARROW else _WIDE
+    return plan if x.dtype == torch.float32 else plan._replace(held=tl.bfloat16)
+
+
+@triton.jit
+def _rows(X, first, stride, n, ROWS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr):
+    """A tile of rows, zero outside."""
+    r = first + tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, BC)[None, :]
+    return tl.load(X + r * stride + c, mask=(r < n) & (c < C), other=0.0)
+
+
+@triton.jit
+def _keep_rows(X, x, first, stride, n, ROWS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr):
+    r = first + tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, BC)[None, :]
+    tl.store(X + r * stride + c, x, mask=(r < n) & (c < C))
+
+
+@triton.jit
+def _there(MASK, first, k, keys, mask_key, MASKED: tl.constexpr):
+    """Which of some keys count."""
+    there = k < keys
+    if MASKED:
+        there = tl.load(MASK + first + k * mask_key, mask=there, other=0) != 0
+    return there
+
+
+@triton.jit
+def _power_of_two(LARGEST, x, tiles, BT: tl.constexpr):
+    """What a head's gradient is divided by, so that its largest is from 1 to 2; and 1 over it."""
+    t = tl.arange(0, BT)
+    largest = tl.max(tl.load(LARGEST + x * tiles + t, mask=t < tiles, other=0.0), 0)
+    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = 0x7F000000 - exponent
+    return exponent.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@_compiled_once
+def _forward(
+    Q, K, V, MASK, OUT, LSE, scale, heads, queries, keys, tiles,
+    q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
+    mask_sample, mask_head, mask_key,
+    MASKED: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    first = (tl.program_id(0) % tiles) * BQ
+    x = (tl.program_id(0) // tiles).to(tl.int64)
+    sample, head = x // heads, x % heads
+    K += sample * k_sample + head * k_head
+    V += sample * v_sample + head * v_head
+    masked = sample * mask_sample + head * mask_head
+    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC).to(HELD)
+    largest = tl.full((BQ,), -float("inf"), tl.float32)
+    total = tl.zeros((BQ,), tl.float32)
+    y = tl.zeros((BQ, BC), tl.float32)
+    for begin in range(0, keys, BK):
+        k = _rows(K, begin, k_row, keys, BK, C, BC).to(HELD)
+        there = _there(MASK, masked, begin + tl.arange(0, BK), keys, mask_key, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.where(there[None, :], s, -float("inf"))
+        now = tl.maximum(largest, tl.max(s, 1))
+        # Nothing but masked keys so far: any finite number makes their weights zero.
+        level = tl.where(now == -float("inf"), 0.0, now)
+        p = tl.exp2(s - level[:, None])
+        shrink = tl.exp2(largest - level)
+        total = total * shrink + tl.sum(p, 1)
+        v = _rows(V, begin, v_row, keys, BK, C, BC).to(HELD)
+        y = tl.dot(p.to(HELD), v, y * shrink[:, None], input_precision=PRECISION)
+        largest = now
+    y = y / tl.where(total == 0.0, 1.0, total)[:, None]
+    row = heads * C
+    _keep_rows(OUT + sample * queries * row + head * C, y, first, row, queries, BQ, C, BC)
+    # Queries that see no key have the weight zero backward, too.
+    lse = tl.where(total == 0.0, float("inf"), largest + tl.log2(total))
+    r = first + tl.arange(0, BQ)
+    tl.store(LSE + x * queries + r, lse, mask=r < queries)
+
+
+@_compiled_once
+def _prepare(
+    G, OUT, DELTA, LARGEST, heads, queries, tiles, g_sample, g_head, g_row,
+    C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    """How much each query's weights must give back, and the largest entry of the gradient."""
+    tile = tl.program_id(0) % tiles
+    x = (tl.program_id(0) // tiles).to(tl.int64)
+    sample, head = x // heads, x % heads
+    first, row = tile * BQ, heads * C
+    g = _rows(G + sample * g_sample + head * g_head, first, g_row, queries, BQ, C, BC)
+    y = _rows(OUT + sample * queries * row + head * C, first, row, queries, BQ, C, BC)
+    g = g.to(tl.float32)
+    r = first + tl.arange(0, BQ)
+    tl.store(DELTA + x * queries + r, tl.sum(g * y.to(tl.float32), 1), mask=r < queries)
+    tl.store(LARGEST + x * tiles + tile, tl.max(tl.max(tl.abs(g), 1), 0))
+
+
+@_compiled_once
+def _back_queries(
+    Q, K, V, G, MASK, LSE, DELTA, LARGEST, GQ, scale, to_gradient, heads, queries, keys, tiles,
+    parts,
+    q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
+    g_sample, g_head, g_row, mask_sample, mask_head, mask_key,
+    MASKED: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    first = (tl.program_id(0) % tiles) * BQ
+    x = (tl.program_id(0) // tiles).to(tl.int64)
+    sample, head = x // heads, x % heads
+    K += sample * k_sample + head * k_head
+    V += sample * v_sample + head * v_head
+    masked = sample * mask_sample + head * mask_head
+    down, up = _power_of_two(LARGEST, x, parts, BT)
+    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC).to(HELD)
+    g = _rows(G + sample * g_sample + head * g_head, first, g_row, queries, BQ, C, BC)
+    g = (g.to(tl.float32) * up).to(HELD)
+    r = first + tl.arange(0, BQ)
+    lse = tl.load(LSE + x * queries + r, mask=r < queries, other=float("inf"))
+    delta = tl.load(DELTA + x * queries + r, mask=r < queries, other=0.0) * up
+    gq = tl.zeros((BQ, BC), tl.float32)
+    for begin in range(0, keys, BK):
+        k = _rows(K, begin, k_row, keys, BK, C, BC).to(HELD)
+        v = _rows(V, begin, v_row, keys, BK, C, BC).to(HELD)
+        there = _there(MASK, masked, begin + tl.arange(0, BK), keys, mask_key, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        p = tl.where(there[None, :], tl.exp2(s - lse[:, None]), 0.0)
+        gp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+        gs = p * (gp - delta[:, None])
+        gq = tl.dot(gs.to(HELD), k, gq, input_precision=PRECISION)
+    gq = gq * (down * to_gradient)
+    row = heads * C
+    _keep_rows(GQ + sample * queries * row + head * C, gq, first, row, queries, BQ, C, BC)
+
+
+@_compiled_once
+def _back_keys(
+    Q, K, V, G, MASK, LSE, DELTA, LARGEST, GK, GV, scale, to_gradient, heads, queries, keys, tiles,
+    parts,
+    q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
+    g_sample, g_head, g_row, mask_sample, mask_head, mask_key,
+    MASKED: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    first = (tl.program_id(0) % tiles) * BK
+    x = (tl.program_id(0) // tiles).to(tl.int64)
+    sample, head = x // heads, x % heads
+    Q += sample * q_sample + head * q_head
+    G += sample * g_sample + head * g_head
+    masked = sample * mask_sample + head * mask_head
+    down, up = _power_of_two(LARGEST, x, parts, BT)
+    k = _rows(K + sample * k_sample + head * k_head, first, k_row, keys, BK, C, BC).to(HELD)
+    v = _rows(V + sample * v_sample + head * v_head, first, v_row, keys, BK, C, BC).to(HELD)
+    there = _there(MASK, masked, first + tl.arange(0, BK), keys, mask_key, MASKED)
+    gk = tl.zeros((BK, BC), tl.float32)
+    gv = tl.zeros((BK, BC), tl.float32)
+    for begin in range(0, queries, BQ):
+        q = _rows(Q, begin, q_row, queries, BQ, C, BC).to(HELD)
+        g = _rows(G, begin, g_row, queries, BQ, C, BC)
+        g = (g.to(tl.float32) * up).to(HELD)
+        r = begin + tl.arange(0, BQ)
+        lse = tl.load(LSE + x * queries + r, mask=r < queries, other=float("inf"))
+        delta = tl.load(DELTA + x * queries + r, mask=r < queries, other=0.0) * up
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale  # (key, query)
+        p = tl.where(there[:, None], tl.exp2(s - lse[None, :]), 0.0)
+        gv = tl.dot(p.to(HELD), g, gv, input_precision=PRECISION)
+        gp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+        gs = p * (gp - delta[None, :])
+        gk = tl.dot(gs.to(HELD), q, gk, input_precision=PRECISION)
+    row = heads * C
+    at = sample * keys * row + head * C
+    _keep_rows(GK + at, gk * (down * to_gradient), first, row, keys, BK, C, BC)
+    _keep_rows(GV + at, gv * down, first, row, keys, BK, C, BC)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """softmax(query · keyᵀ · scale) · value, each (sample, head, row, channel).
+
+    ``mask`` is true for keys that count, (sample or 1, head or 1, 1, row). The result lies with
+    its heads side by side: ``y.transpose(1, 2).flatten(2)`` is a view.
+    """
+    result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, mask, scale, plan_for(query)
+    )
+    return result
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, plan: Plan
+    ) -> Tensor:
+        q, k, v = (_lying(x) for x in (q, k, v))
+        n, heads, queries, channels = q.shape
+        y = _side_by_side(q)
+        lse = torch.empty(n, heads, queries, device=q.device)
+        own, other, warps, stages = plan.forward
+        tiles = triton.cdiv(queries, own)
+        _forward[(n * heads * tiles,)](
+            q, k, v, mask, y, lse, scale * _LOG2_E, heads, queries, k.shape[2], tiles,
+            *_strides(q), *_strides(k), *_strides(v), *_mask_strides(mask),
+            **_flags(mask, plan, channels), BQ=own, BK=other, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, mask, y, lse)
+        ctx.scale, ctx.plan = scale, plan
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, y, lse = ctx.saved_tensors
+        plan, scale, g = ctx.plan, ctx.scale, _lying(g)
+        n, heads, queries, channels = q.shape
+        keys = k.shape[2]
+        wide = _wide(channels)
+        parts = triton.cdiv(queries, _PART)
+        delta, largest = torch.empty_like(lse), torch.empty(n, heads, parts, device=q.device)
+        _prepare[(n * heads * parts,)](
+            g, y, delta, largest, heads, queries, parts, *_strides(g), C=channels, BC=wide, BQ=_PART
+        )
+        strides = [*_strides(q), *_strides(k), *_strides(v), *_strides(g), *_mask_strides(mask)]
+        flags = _flags(mask, plan, channels) | {"BT": triton.next_power_of_2(parts)}
+        sizes = scale * _LOG2_E, scale, heads, queries, keys
+        gq, gk, gv = (_side_by_side(x) for x in (q, k, v))
+        own, other, warps, stages = plan.queries
+        tiles = triton.cdiv(queries, own)
+        _back_queries[(n * heads * tiles,)](
+            q, k, v, g, mask, lse, delta, largest, gq, *sizes, tiles, parts, *strides,
+            **flags, BQ=own, BK=other, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        own, other, warps, stages = plan.keys
+        tiles = triton.cdiv(keys, own)
+        _back_keys[(n * heads * tiles,)](
+            q, k, v, g, mask, lse, delta, largest, gk, gv, *sizes, tiles, parts, *strides,
+            **flags, BQ=other, BK=own, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        return gq, gk, gv, None, None, None
+
+
+_PART = 64  # queries that are looked through at a time before the way back
+
+
+def _wide(channels: int) -> int:
+    """The channels of a tile: matrix products want a power of two, and not too small a one."""
+    return max(16, triton.next_power_of_2(channels))
+
+
+def _flags(mask: Tensor | None, plan: Plan, channels: int) -> dict[str, Any]:
+    return {
+        "MASKED": mask is not None, "HELD": plan.held, "PRECISION": plan.precision,
+        "C": channels, "BC": _wide(channels),
+    }  # fmt: skip
+
+
+def _lying(x: Tensor) -> Tensor:
+    """With neighbouring channels side by side, as kernels read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _side_by_side(like: Tensor) -> Tensor:
+    """Room for a result whose heads lie side by side."""
+    n, heads, rows, channels = like.shape
+    room = torch.empty(n, rows, heads, channels, dtype=like.dtype, device=like.device)
+    return room.transpose(1, 2)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    return x.stride()[:3]
+
+
+def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
+    """By sample, head and key; an axis of one entry stands for all."""
+    if mask is None:
+        return 0, 0, 0
+    sample, head, _, key = (
+        0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)
+    )
+    return sample, head, key

@@ -1,0 +1,243 @@
+"""Dropout, the addition after it and LayerNorm, in one pass over their tensors each way.
+
+Rows (device, row, channel) lie one after the other, and a program holds whole rows. What was
+dropped is not kept: it follows from the number that the step drew and the place, so the way back
+makes it again. Sums over rows have a fixed order, so runs repeat to the bit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cocofl.vector.kernels.base import Dropping
+
+_TILE = 4096  # elements that a program holds at a time
+_PROGRAMS = 2048  # that share the rows of a sum, at most
+_WARPS = 8  # of a program that holds a tile of several tensors
+
+# What gains nothing from being a multiple of 16: see `triton_rows`.
+_compiled_once = partial(
+    triton.jit,
+    do_not_specialize=("n", "turns", "weight_stride", "bias_stride", "threshold"),
+    do_not_specialize_on_alignment=("ACTIVE", "SEED", "WEIGHT", "BIAS"),
+)
+
+
+def _seed(like: Tensor) -> Tensor:
+    """Drawn on the GPU, so that a captured step draws anew each time."""
+    return torch.randint(2**62, (1,), device=like.device)
+
+
+@triton.jit
+def _mixed(h):
+    """MurmurHash3's last step: every bit of the result depends on every bit."""
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _kept(at, d, SEED, ACTIVE, threshold, keep_factor):
+    """What to multiply the elements at these places with: 0, or what makes up for the zeros."""
+    seed = tl.load(SEED)
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    h = _mixed(_mixed(at.to(tl.uint32) ^ low) + high)
+    factor = tl.where(h >= threshold.to(tl.uint32), keep_factor, 0.0)
+    return tl.where(tl.load(ACTIVE + d) != 0, factor, 1.0)
+
+
+@_compiled_once
+def _drop(X, Y, SEED, ACTIVE, size, threshold, keep_factor, BN: tl.constexpr):
+    d = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BN + tl.arange(0, BN)
+    at = d * size + i
+    x = tl.load(X + at, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(Y + at, x * _kept(at, d, SEED, ACTIVE, threshold, keep_factor), mask=i < size)
+
+
+@triton.jit
+def _standard(x, c, channels, eps):
+    """Rows with mean 0 and variance 1, and what they were multiplied with."""
+    x = x - (tl.sum(x, 1) / channels)[:, None]
+    x = tl.where(c < channels, x, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / channels + eps)
+    return x * rstd[:, None], rstd[:, None]
+
+
+@_compiled_once
+def _normalise(
+    X, ADDEND, SUM, Y, WEIGHT, BIAS, SEED, ACTIVE, n, channels, weight_stride, bias_stride, eps,
+    threshold, keep_factor,
+    ADDS: tl.constexpr, DROPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    d = tl.program_id(0).to(tl.int64)
+    r = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
+    c = tl.arange(0, BC)[None, :]
+    inside = (r < n) & (c < channels)
+    at = (d * n + r) * channels + c
+    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    if DROPS:
+        x = x * _kept(at, d, SEED, ACTIVE, threshold, keep_factor)
+    if ADDS:
+        x = x + tl.load(ADDEND + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS or DROPS:
+        tl.store(SUM + at, x, mask=inside)
+    y, _ = _standard(x, c, channels, eps)
+    if HAS_WEIGHT:
+        y = y * tl.load(WEIGHT + d * weight_stride + c, mask=c < channels, other=0.0)
+    if HAS_BIAS:
+        y = y + tl.load(BIAS + d * bias_stride + c, mask=c < channels, other=0.0)
+    tl.store(Y + at, y, mask=inside)
+
+
+@_compiled_once
+def _normalise_back(
+    G, SUM, WEIGHT, SEED, ACTIVE, GSUM, GX, GW, GB, n, channels, turns, weight_stride, eps,
+    threshold, keep_factor,
+    DROPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c = tl.arange(0, BC)[None, :]
+    gw = tl.zeros((BN, BC), tl.float32)
+    gb = tl.zeros((BN, BC), tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(WEIGHT + d * weight_stride + c, mask=c < channels, other=0.0)
+    for turn in range(turns):
+        r = (chunk * turns + turn) * BN + tl.arange(0, BN)[:, None]
+        inside = (r < n) & (c < channels)
+        at = (d * n + r) * channels + c
+        g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(SUM + at, mask=inside, other=0.0).to(tl.float32)
+        x, rstd = _standard(x, c, channels, eps)
+        gw += g * x
+        gb += g
+        if HAS_WEIGHT:
+            g = g * weight
+        shift = (tl.sum(g, 1) / channels)[:, None]
+        slope = (tl.sum(g * x, 1) / channels)[:, None]
+        g = (g - shift - x * slope) * rstd
+        tl.store(GSUM + at, g, mask=inside)
+        if DROPS:
+            g = g * _kept(at, d, SEED, ACTIVE, threshold, keep_factor)
+            tl.store(GX + at, g, mask=inside)
+    at = (d * tl.num_programs(1) + chunk) * channels + c
+    tl.store(GW + at, tl.sum(gw, 0)[None, :], mask=c < channels)
+    tl.store(GB + at, tl.sum(gb, 0)[None, :], mask=c < channels)
+
+
+def drop(x: Tensor, dropping: Dropping) -> Tensor:
+    """``x`` (device, sample, …) with elements set to zero, on the devices where that is active."""
+    result: Tensor = _Drop.apply(x, _seed(x), dropping)  # type: ignore[no-untyped-call]
+    return result
+
+
+def normalise(
+    x: Tensor,
+    addend: Tensor | None,
+    dropping: Dropping | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """LayerNorm over the last axis of ``drop(x) + addend``, with each device's own factors."""
+    seed = None if dropping is None else _seed(x)
+    result: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        x, addend, weight, bias, seed, dropping, eps
+    )
+    return result
+
+
+def _random(dropping: Dropping | None) -> tuple[int, float]:
+    return (0, 1.0) if dropping is None else (dropping.threshold, 1.0 / (1.0 - dropping.p))
+
+
+def _dropped(x: Tensor, seed: Tensor, dropping: Dropping) -> Tensor:
+    x = x.contiguous()
+    y, size = torch.empty_like(x), x[0].numel()
+    _drop[len(x), triton.cdiv(size, _TILE)](
+        x, y, seed, dropping.active, size, *_random(dropping), BN=_TILE
+    )
+    return y
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seed: Tensor, dropping: Dropping) -> Tensor:
+        ctx.seed, ctx.dropping = seed, dropping
+        return _dropped(x, seed, dropping)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return _dropped(g, ctx.seed, ctx.dropping), None, None
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        addend: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        dropping: Dropping | None,
+        eps: float,
+    ) -> Tensor:
+        x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        d, n, channels = len(x), x[0].numel() // x.shape[-1], x.shape[-1]
+        down, across = _blocks(n, channels)
+        changes = addend is not None or dropping is not None
+        total = torch.empty_like(x) if changes else x
+        _normalise[d, triton.cdiv(n, down)](
+            x, None if addend is None else addend.contiguous(), total, y, weight, bias, seed,
+            None if dropping is None else dropping.active, n, channels,
+            0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0), eps,
+            *_random(dropping), ADDS=addend is not None, DROPS=dropping is not None,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BN=down, BC=across,
+            num_warps=_WARPS,
+        )  # fmt: skip
+        ctx.save_for_backward(total, weight)
+        ctx.seed, ctx.dropping, ctx.eps = seed, dropping, eps
+        ctx.has_addend, ctx.has_bias = addend is not None, bias is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        dropping, g = ctx.dropping, g.contiguous()
+        d, n, channels = len(g), g[0].numel() // g.shape[-1], g.shape[-1]
+        down, across = _blocks(n, channels)
+        tiles = triton.cdiv(n, down)
+        turns = max(1, d * tiles // _PROGRAMS)
+        chunks = triton.cdiv(tiles, turns)
+        gw, gb = (torch.empty(d, chunks, channels, device=g.device) for _ in range(2))
+        shared = torch.empty_like(total)
+        gx = shared if dropping is None else torch.empty_like(total)
+        _normalise_back[d, chunks](
+            g, total, weight, ctx.seed, None if dropping is None else dropping.active,
+            shared, gx, gw, gb, n, channels, turns, 0 if weight is None else weight.stride(0),
+            ctx.eps, *_random(dropping), DROPS=dropping is not None,
+            HAS_WEIGHT=weight is not None, BN=down, BC=across, num_warps=_WARPS,
+        )  # fmt: skip
+        return (
+            gx,
+            shared if ctx.has_addend else None,
+            None if weight is None else gw.sum(1),
+            gb.sum(1) if ctx.has_bias else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _blocks(n: int, channels: int) -> tuple[int, int]:
+    """Rows and channels of a tile."""
+    across = triton.next_power_of_2(channels)
+    return max(1, min(_TILE // across, triton.next_power_of_2(n))), across
