@@ -285,7 +285,7 @@ class CohortExecutor:
         ]
         scales = torch.where(weights > 0, (sums / weights).float(), old.scales[0])
         rows = Rows(moved[0], moved[1], scales[None])
-        merged = dict(state) | cohort.state_of(Rows(*(part.cpu() for part in rows)))
+        merged = dict(state) | cohort.state_of(rows.on_the_host())
         self._held[id(merged)] = merged, rows
         return merged
 

@@ -179,7 +179,7 @@ class NarrowNetworks:
         averaged = {self.width(level): (total / n).float() for level, (total, n) in tracked.items()}
         statistics = averaged[1.0][None] if 1.0 in averaged else old.statistics
         rows = Rows(mean[None], statistics.to(old.statistics.dtype), old.scales)
-        merged = dict(state) | cohort.state_of(Rows(*(part.cpu() for part in rows)))
+        merged = dict(state) | cohort.state_of(rows.on_the_host())
         for width, row in averaged.items():
             kind, places = cohort.program.slots.statistics, self._workshop.places(width)
             narrower = _at_places(kind, row.cpu(), places)

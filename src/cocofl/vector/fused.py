@@ -25,6 +25,11 @@ def runs_on(x: Tensor) -> bool:
     return _HAS_TRITON and x.is_cuda and x.dtype in {torch.float32, torch.bfloat16}
 
 
+def _is_exact(x: Tensor) -> bool:
+    """Whether matrix units are not to be used."""
+    return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+
+
 def kernels_for(x: Tensor) -> Any:
     """Fused kernels where they run, else plain PyTorch."""
     # Triton is imported only where there is a GPU to use it.
@@ -40,8 +45,7 @@ def chains_for(x: Tensor) -> Any | None:
 
 def linear_for(x: Tensor, outs: int) -> Any | None:
     """Our own linear layers, where they run and memory is what they wait for."""
-    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    if not runs_on(x) or exact or max(outs, x.shape[-1]) > _SMALL:
+    if not runs_on(x) or _is_exact(x) or max(outs, x.shape[-1]) > _SMALL:
         return None
     return import_module("cocofl.vector.kernels.triton_linear")
 
@@ -71,16 +75,19 @@ def depthwise_for(x: Tensor, w: Tensor, geometry: Geometry) -> Convolution | Non
 
 
 def dense_for(x: Tensor, geometry: Geometry) -> Convolution | None:
-    """For convolutions of all channels with all, where they run."""
-    if geometry.groups != 1 or geometry.dilation != (1, 1) or not runs_on(x):
+    """For convolutions of all channels with all, where they run and are the faster ones."""
+    if geometry.groups != 1 or geometry.dilation != (1, 1) or not runs_on(x) or _is_exact(x):
         return None
     run = import_module("cocofl.vector.kernels.triton_dense")
     return Convolution(run.dense, run.dense_input, run.dense_weight)
 
 
 def attention_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any | None:
-    """Our own attention, where it runs: (sample, head, row, channel), a mask over keys at most."""
-    if not runs_on(query) or query.ndim != 4:
+    """Our own attention, where it is the faster one.
+
+    Tensors are (sample, head, row, channel), and a mask may be over keys only.
+    """
+    if not runs_on(query) or query.dtype != torch.float32 or _is_exact(query) or query.ndim != 4:
         return None
     alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
     fits = query.shape[:2] == key.shape[:2] and query.shape[3] == key.shape[3] <= _HEAD_CHANNELS

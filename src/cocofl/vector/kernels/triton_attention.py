@@ -5,10 +5,11 @@ softmax's largest exponent and sum; the way back needs their logarithm only. Gra
 and those of keys and values come from two kernels, so no two programs add to one number, and
 runs repeat to the bit.
 
-In ``tf32`` tiles are held as float16: it has the 11 significant bits of tf32, half its size, and
-twice its speed, and can be read across, which tf32 cannot. Its range is smaller. Gradients, which
-may be tiny, are multiplied by a power of two before and divided by it after; queries, keys and
-values are taken as they are.
+This is for ``tf32``; other precisions are PyTorch's. Tiles are held as float16: it has the 11
+significant bits of tf32, half its size, and twice its speed, and can be read across, which tf32
+cannot. Its range is smaller. Gradients, which may be tiny, are multiplied by a power of two before
+and divided by it after; queries, keys and values are taken as they are, so one above 65504 is
+infinite here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
+_HELD = tl.constexpr(tl.float16)
 
 # What gains nothing from being a multiple of 16: see `triton_rows`.
 _SIZES = ("heads", "queries", "keys", "tiles", "parts", "mask_sample", "mask_head", "mask_key")
@@ -42,34 +44,21 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What tiles are held as, how they are multiplied, and the tiles of each kernel."""
+    """The tiles of each kernel."""
 
-    held: Any
-    precision: str
     forward: Tiles
     queries: Tiles
     keys: Tiles
 
 
-# float32 is multiplied without tensor cores, for which large tiles are of no use.
-_EXACT = Plan(
-    tl.float32, "ieee", Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)
-)  # fmt: skip
-_HALF = Plan(
-    tl.float16, "tf32", Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)
-)  # fmt: skip
-_WIDE = Plan(
-    tl.float16, "tf32", Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)
-)  # fmt: skip
-_NARROW = 64  # channels of a head up to which the larger tiles fit
+# Measured on an H200, 512 rows of 64 channels; wider heads need smaller tiles.
+_NARROW = Plan(Tiles(128, 64, 4, 2), Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 2))
+_WIDE = Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2))
 
 
 def plan_for(x: Tensor) -> Plan:
-    """How to compute with tensors like this one, under the present precision."""
-    if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return _EXACT
-    plan = _HALF if x.shape[-1] <= _NARROW else _WIDE
-    return plan if x.dtype == torch.float32 else plan._replace(held=tl.bfloat16)
+    """How to compute with tensors like this one."""
+    return _NARROW if x.shape[-1] <= 64 else _WIDE
 
 
 @triton.jit
@@ -111,7 +100,7 @@ def _forward(
     Q, K, V, MASK, OUT, LSE, scale, heads, queries, keys, tiles,
     q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
     mask_sample, mask_head, mask_key,
-    MASKED: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     first = (tl.program_id(0) % tiles) * BQ
@@ -120,14 +109,16 @@ def _forward(
     K += sample * k_sample + head * k_head
     V += sample * v_sample + head * v_head
     masked = sample * mask_sample + head * mask_head
-    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC).to(HELD)
+    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC).to(
+        tl.float16
+    )
     largest = tl.full((BQ,), -float("inf"), tl.float32)
     total = tl.zeros((BQ,), tl.float32)
     y = tl.zeros((BQ, BC), tl.float32)
     for begin in range(0, keys, BK):
-        k = _rows(K, begin, k_row, keys, BK, C, BC).to(HELD)
+        k = _rows(K, begin, k_row, keys, BK, C, BC).to(_HELD)
         there = _there(MASK, masked, begin + tl.arange(0, BK), keys, mask_key, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.dot(q, tl.trans(k)) * scale
         s = tl.where(there[None, :], s, -float("inf"))
         now = tl.maximum(largest, tl.max(s, 1))
         # Nothing but masked keys so far: any finite number makes their weights zero.
@@ -135,8 +126,8 @@ def _forward(
         p = tl.exp2(s - level[:, None])
         shrink = tl.exp2(largest - level)
         total = total * shrink + tl.sum(p, 1)
-        v = _rows(V, begin, v_row, keys, BK, C, BC).to(HELD)
-        y = tl.dot(p.to(HELD), v, y * shrink[:, None], input_precision=PRECISION)
+        v = _rows(V, begin, v_row, keys, BK, C, BC).to(_HELD)
+        y = tl.dot(p.to(_HELD), v, y * shrink[:, None])
         largest = now
     y = y / tl.where(total == 0.0, 1.0, total)[:, None]
     row = heads * C
@@ -171,7 +162,7 @@ def _back_queries(
     parts,
     q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
     g_sample, g_head, g_row, mask_sample, mask_head, mask_key,
-    MASKED: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     first = (tl.program_id(0) % tiles) * BQ
@@ -181,22 +172,24 @@ def _back_queries(
     V += sample * v_sample + head * v_head
     masked = sample * mask_sample + head * mask_head
     down, up = _power_of_two(LARGEST, x, parts, BT)
-    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC).to(HELD)
+    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC).to(
+        tl.float16
+    )
     g = _rows(G + sample * g_sample + head * g_head, first, g_row, queries, BQ, C, BC)
-    g = (g.to(tl.float32) * up).to(HELD)
+    g = (g.to(tl.float32) * up).to(_HELD)
     r = first + tl.arange(0, BQ)
     lse = tl.load(LSE + x * queries + r, mask=r < queries, other=float("inf"))
     delta = tl.load(DELTA + x * queries + r, mask=r < queries, other=0.0) * up
     gq = tl.zeros((BQ, BC), tl.float32)
     for begin in range(0, keys, BK):
-        k = _rows(K, begin, k_row, keys, BK, C, BC).to(HELD)
-        v = _rows(V, begin, v_row, keys, BK, C, BC).to(HELD)
+        k = _rows(K, begin, k_row, keys, BK, C, BC).to(_HELD)
+        v = _rows(V, begin, v_row, keys, BK, C, BC).to(_HELD)
         there = _there(MASK, masked, begin + tl.arange(0, BK), keys, mask_key, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.dot(q, tl.trans(k)) * scale
         p = tl.where(there[None, :], tl.exp2(s - lse[:, None]), 0.0)
-        gp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+        gp = tl.dot(g, tl.trans(v))
         gs = p * (gp - delta[:, None])
-        gq = tl.dot(gs.to(HELD), k, gq, input_precision=PRECISION)
+        gq = tl.dot(gs.to(_HELD), k, gq)
     gq = gq * (down * to_gradient)
     row = heads * C
     _keep_rows(GQ + sample * queries * row + head * C, gq, first, row, queries, BQ, C, BC)
@@ -208,7 +201,7 @@ def _back_keys(
     parts,
     q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
     g_sample, g_head, g_row, mask_sample, mask_head, mask_key,
-    MASKED: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     first = (tl.program_id(0) % tiles) * BK
@@ -218,24 +211,24 @@ def _back_keys(
     G += sample * g_sample + head * g_head
     masked = sample * mask_sample + head * mask_head
     down, up = _power_of_two(LARGEST, x, parts, BT)
-    k = _rows(K + sample * k_sample + head * k_head, first, k_row, keys, BK, C, BC).to(HELD)
-    v = _rows(V + sample * v_sample + head * v_head, first, v_row, keys, BK, C, BC).to(HELD)
+    k = _rows(K + sample * k_sample + head * k_head, first, k_row, keys, BK, C, BC).to(_HELD)
+    v = _rows(V + sample * v_sample + head * v_head, first, v_row, keys, BK, C, BC).to(_HELD)
     there = _there(MASK, masked, first + tl.arange(0, BK), keys, mask_key, MASKED)
     gk = tl.zeros((BK, BC), tl.float32)
     gv = tl.zeros((BK, BC), tl.float32)
     for begin in range(0, queries, BQ):
-        q = _rows(Q, begin, q_row, queries, BQ, C, BC).to(HELD)
+        q = _rows(Q, begin, q_row, queries, BQ, C, BC).to(_HELD)
         g = _rows(G, begin, g_row, queries, BQ, C, BC)
-        g = (g.to(tl.float32) * up).to(HELD)
+        g = (g.to(tl.float32) * up).to(_HELD)
         r = begin + tl.arange(0, BQ)
         lse = tl.load(LSE + x * queries + r, mask=r < queries, other=float("inf"))
         delta = tl.load(DELTA + x * queries + r, mask=r < queries, other=0.0) * up
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale  # (key, query)
+        s = tl.dot(k, tl.trans(q)) * scale  # (key, query)
         p = tl.where(there[:, None], tl.exp2(s - lse[None, :]), 0.0)
-        gv = tl.dot(p.to(HELD), g, gv, input_precision=PRECISION)
-        gp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+        gv = tl.dot(p.to(_HELD), g, gv)
+        gp = tl.dot(v, tl.trans(g))
         gs = p * (gp - delta[None, :])
-        gk = tl.dot(gs.to(HELD), q, gk, input_precision=PRECISION)
+        gk = tl.dot(gs.to(_HELD), q, gk)
     row = heads * C
     at = sample * keys * row + head * C
     _keep_rows(GK + at, gk * (down * to_gradient), first, row, keys, BK, C, BC)
@@ -270,7 +263,7 @@ class _Attention(torch.autograd.Function):
         _forward[(n * heads * tiles,)](
             q, k, v, mask, y, lse, scale * _LOG2_E, heads, queries, k.shape[2], tiles,
             *_strides(q), *_strides(k), *_strides(v), *_mask_strides(mask),
-            **_flags(mask, plan, channels), BQ=own, BK=other, num_warps=warps, num_stages=stages,
+            **_flags(mask, channels), BQ=own, BK=other, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, mask, y, lse)
         ctx.scale, ctx.plan = scale, plan
@@ -289,7 +282,7 @@ class _Attention(torch.autograd.Function):
             g, y, delta, largest, heads, queries, parts, *_strides(g), C=channels, BC=wide, BQ=_PART
         )
         strides = [*_strides(q), *_strides(k), *_strides(v), *_strides(g), *_mask_strides(mask)]
-        flags = _flags(mask, plan, channels) | {"BT": triton.next_power_of_2(parts)}
+        flags = _flags(mask, channels) | {"BT": triton.next_power_of_2(parts)}
         sizes = scale * _LOG2_E, scale, heads, queries, keys
         gq, gk, gv = (_side_by_side(x) for x in (q, k, v))
         own, other, warps, stages = plan.queries
@@ -315,11 +308,8 @@ def _wide(channels: int) -> int:
     return max(16, triton.next_power_of_2(channels))
 
 
-def _flags(mask: Tensor | None, plan: Plan, channels: int) -> dict[str, Any]:
-    return {
-        "MASKED": mask is not None, "HELD": plan.held, "PRECISION": plan.precision,
-        "C": channels, "BC": _wide(channels),
-    }  # fmt: skip
+def _flags(mask: Tensor | None, channels: int) -> dict[str, Any]:
+    return {"MASKED": mask is not None, "C": channels, "BC": _wide(channels)}
 
 
 def _lying(x: Tensor) -> Tensor:

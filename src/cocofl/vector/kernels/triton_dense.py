@@ -23,7 +23,8 @@ from cocofl.freeze.kernels import Geometry
 
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU; sums are cut into as many pieces
 _SIDE = 32  # of the tiles in which weights are laid out anew
-_BLOCK = 1024  # weights that a program sums up
+_BLOCK = 1024  # weights that a program lays out or sums up
+_FEW = 4096  # positions, for which large tiles would leave multiprocessors idle
 _NOWHERE = tl.constexpr(-(1 << 30))  # a row that no image has, whatever is added to it
 
 # What a kernel gains nothing from knowing when it is compiled; see triton_rows.
@@ -44,8 +45,6 @@ class Tile(NamedTuple):
     terms: int
     warps: int
     stages: int
-    through: bool = False
-    """Operands that lie the wrong way round for a matrix unit go through registers."""
     cached: bool = False
     """Images go through a multiprocessor's own cache: taps read nearly the same."""
     registers: int | None = None
@@ -74,7 +73,7 @@ def _within(at, size):
 def _convolve(
     X, W, Y, ASKED, images, height, width, out_height, out_width, units, outputs, tall, wide,
     step_h, step_w, spread_h, spread_w, direction, pad_h, pad_w, zero,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, PART: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one device: positions of all its images by output channels.
@@ -126,7 +125,7 @@ def _convolve(
         x = tl.load(x_from + x_at[:, None] + (shift + k)[None, :], x_mask, other=0.0)
         tap = (i + down * spread_h) * wide + j + across * spread_w
         w = tl.load(w_from + w_at[None, :] + (tap * channels + k)[:, None], w_mask, other=0.0)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
+        total = tl.dot(x, w, total, input_precision="tf32")
         # Taps before channels: what the next tap reads was, for the most part, just read.
         across += 1
         done = across >= taps_across
@@ -142,24 +141,11 @@ def _convolve(
     tl.store(y_from + y_at[:, None] + n[None, :], total, mask)
 
 
-@triton.jit
-def _through_registers(x, THROUGH: tl.constexpr):
-    """The same; but Triton turns it round on its way from one shared memory to another.
-
-    Otherwise it would turn it round on the way from global memory, four bytes at a time.
-    """
-    if THROUGH:
-        x = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return x
-
-
 @_compiled_once
 def _weight(
     X, G, OUT, ASKED, images, height, width, out_height, out_width, units, outputs, tall, wide,
     step_h, step_w, pad_h, pad_w, turns, pieces, patch_h, patch_w, zero,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, THROUGH: tl.constexpr,
+    UNIT: tl.constexpr, PART: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one device's gradient, over one piece of its positions.
@@ -204,8 +190,7 @@ def _weight(
         shift = ((from_image * out_height + from_u) * out_width + from_v) * outputs
         g_mask = present[None, :] & (m < outputs)[:, None]
         g = tl.load(g_from + shift + (g_at[None, :] + m[:, None]), g_mask, other=0.0)
-        g, x = _through_registers(g, THROUGH), _through_registers(x, THROUGH)
-        total = tl.dot(g, x, total, input_precision=PRECISION)
+        total = tl.dot(g, x, total, input_precision="tf32")
         from_v += patch_w
         done = from_v >= out_width
         from_v = tl.where(done, 0, from_v)
@@ -220,17 +205,13 @@ def _weight(
 
 
 @_compiled_once
-def _lay(OWN, OUT, stride, inputs, filters, taps, SIDE: tl.constexpr):
+def _lay(OWN, OUT, stride, inputs, taps, row, size, BLOCK: tl.constexpr):
     """(filter, in, tap) to (filter, tap, in)."""
-    d = tl.program_id(2).to(tl.int64)
-    # Neighbouring threads have the first index: they read places of a line that stays in cache.
-    c = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[:, None]
-    o = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
-    inside = (c < inputs) & (o < filters)
-    out_from = OUT + d * filters * inputs * taps
-    for tap in range(taps):
-        w = tl.load(OWN + d * stride + (o * inputs + c) * taps + tap, inside, other=0.0)
-        tl.store(out_from + (o * taps + tap) * inputs + c, w, inside)
+    d = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o, f = at // row, at % row
+    w = tl.load(OWN + d * stride + at, at < size, other=0.0)
+    tl.store(OUT + d * size + o * row + f % taps * inputs + f // taps, w, at < size)
 
 
 @_compiled_once
@@ -257,39 +238,35 @@ def _gather(PARTS, OUT, pieces, inputs, taps, row, size, BLOCK: tl.constexpr):
     tl.store(OUT + d * size + at, total, at < size)
 
 
-def _is_exact(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-
-
-def _precision(x: Tensor) -> str:
-    return "ieee" if _is_exact(x) else "tf32"
-
-
 def _side(size: int, most: int) -> int:
     """Of a tile: a matrix unit takes at least 16."""
     return max(16, min(most, triton.next_power_of_2(size)))
 
 
-def product_tile(x: Tensor, channels: int, outputs: int) -> Tile:
-    """For images times weights."""
-    terms = 32 if x.dtype == torch.float32 else 64
-    if _is_exact(x):
-        return Tile(64, _side(outputs, 64), 16, 4, 3)
+# The tiles were measured on an H200 with the sizes of ResNet18 and DenseNet40.
+
+
+def product_tile(x: Tensor, channels: int, outputs: int, positions: int) -> Tile:
+    """For images times weights; ``positions`` of one device."""
+    single = x.dtype == torch.float32
+    terms = 32 if single else 64
     while terms > 16 and channels % terms:
         terms //= 2
     columns = _side(outputs, 128)
+    if columns == 128 and positions <= _FEW:
+        return Tile(64, columns, terms, 4, 3)
     if columns == 128:
         return Tile(128, columns, terms, 8, 3, registers=128)  # so that two run at a time
-    return Tile(128, columns, terms, 4, 3)
+    return Tile(128, columns, terms, 4, 3, cached=single and columns == 64 and terms == 16)
 
 
 def weight_tile(x: Tensor, row: int, outputs: int) -> Tile:
     """For gradients times images; ``row`` is how many weights an output channel has."""
-    if _is_exact(x):
-        return Tile(_side(outputs, 64), _side(row, 64), 16, 4, 3)
-    rows, single = _side(outputs, 64), x.dtype == torch.float32
-    # Fewer than 64 rows go to other matrix units, to which it is all the same how operands lie.
-    return Tile(rows, _side(row, 128), 32 if single else 64, 4, 3, through=single and rows == 64)
+    single, rows = x.dtype == torch.float32, _side(outputs, 64)
+    if rows < 64:
+        return Tile(rows, _side(row, 128), 32 if single else 64, 4, 3)
+    columns = _side(row, 64)
+    return Tile(rows, columns, 32, 2, 3) if single else Tile(rows, columns, 64, 4, 4)
 
 
 def laid(w: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
@@ -298,13 +275,13 @@ def laid(w: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
     taps = w.shape[3] * w.shape[4]
     w = w if w[0].is_contiguous() else w.contiguous()
     out = torch.empty(d, filters * inputs * taps, dtype=dtype, device=w.device)
-    up = triton.cdiv(filters, _SIDE)
+    row = inputs * taps
     if back:
-        row = inputs * taps
-        _lay_back[triton.cdiv(row, _SIDE), up, d](w, out, w.stride(0), row, filters, SIDE=_SIDE)
+        grid = triton.cdiv(row, _SIDE), triton.cdiv(filters, _SIDE), d
+        _lay_back[grid](w, out, w.stride(0), row, filters, SIDE=_SIDE)
     else:
-        across = triton.cdiv(inputs, _SIDE)
-        _lay[across, up, d](w, out, w.stride(0), inputs, filters, taps, SIDE=_SIDE)
+        grid = triton.cdiv(filters * row, _BLOCK), d
+        _lay[grid](w, out, w.stride(0), inputs, taps, row, filters * row, BLOCK=_BLOCK)
     return out
 
 
@@ -319,14 +296,14 @@ def _product(
     classes = down * right if back else 1
     positions = images * triton.cdiv(out_height, down if back else 1)
     positions *= triton.cdiv(out_width, right if back else 1)
-    tile = tile or product_tile(x, channels, outputs)
+    tile = tile or product_tile(x, channels, outputs, positions)
     unit = gcd(channels, 16)
     step, spread = (one, geometry.stride) if back else (geometry.stride, one)
     grid = triton.cdiv(positions, tile.rows) * triton.cdiv(outputs, tile.columns), classes, d
     _convolve[grid](
         x, w, y, asked, images, height, width, out_height, out_width, channels // unit, outputs,
         *taps, *step, *spread, -1 if back else 1, *geometry.padding, 0,
-        UNIT=unit, EVEN=channels % tile.terms == 0, PRECISION=_precision(x), PART=tile.part(x),
+        UNIT=unit, EVEN=channels % tile.terms == 0, PART=tile.part(x),
         **tile.launch(),
     )  # fmt: skip
     return y.permute(0, 1, 4, 2, 3)
@@ -385,7 +362,7 @@ def dense_weight(
     _weight[*grid, d * pieces](
         x, g, parts, asked, b, height, width, *g.shape[3:], channels // unit, outputs, *w.shape[3:],
         *geometry.stride, *geometry.padding, turns, pieces, patch_h, patch_w, 0,
-        UNIT=unit, PRECISION=_precision(x), THROUGH=tile.through, PART=tile.part(x),
+        UNIT=unit, PART=tile.part(x),
         **tile.launch(),
     )  # fmt: skip
     gw = torch.empty(w.shape, device=g.device)
