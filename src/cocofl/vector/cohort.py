@@ -182,12 +182,15 @@ class Cohort:
         )
 
     def state_of(self, rows: Rows, index: int = 0) -> State:
-        """A state as ``freeze`` takes it."""
+        """A state as ``freeze`` takes it; its tensors are parts of the rows."""
         slots, found = self.program.slots, State()
         for kind, own in ((slots.parameters, rows.parameters), (slots.statistics, rows.statistics)):
-            found |= {k: slot.of(own)[index].clone() for k, slot in kind.by_key.items()}
-        found |= {key: tensor.clone() for key, tensor in self._constants.items()}
-        return found | self._scales_of(rows.scales[index])
+            seen: set[Slot] = set()
+            for key, slot in kind.by_key.items():
+                part = slot.of(own)[index]
+                found[key] = part.clone() if slot in seen else part  # tied keys can be saved so
+                seen.add(slot)
+        return found | self._constants | self._scales_of(rows.scales[index])
 
     def add_level(self, factors: Tensor) -> int:
         """A narrower network, as factors on the places of a row of parameters; its number."""
@@ -201,9 +204,10 @@ class Cohort:
         return self.levels.add(factors)
 
     def _scales_of(self, row: Tensor) -> State:
-        values = row.tolist()
+        row = row.cpu()
+        values, parts = row.tolist(), row.unbind()
         return {
-            key: torch.tensor(values[place])
+            key: parts[place]
             for key, place in self.program.sites.place.items()
             if values[place] == values[place]
         }
