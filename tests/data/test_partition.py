@@ -22,9 +22,9 @@ from cocofl.rng import stream
 LABELS_10 = np.repeat(np.arange(10), 500)
 
 
-def rc(labels, devices, seed, equal=True, alpha=0.1):
+def rc(labels, devices, seed, alpha=0.1, **how):
     groups = pt.equal_groups(devices, min(3, devices), seed)
-    return pt.resource_correlated(labels, devices, seed, alpha=alpha, groups=groups, equal=equal)
+    return pt.resource_correlated(labels, devices, seed, alpha=alpha, groups=groups, **how)
 
 
 def plays(labels, devices, seed):
@@ -38,13 +38,14 @@ SPLITS: dict[str, Callable[..., pt.Partition]] = {
     "dirichlet": lambda *a: pt.dirichlet(*a, alpha=0.1),
     "dirichlet, drawn": lambda *a: pt.dirichlet(*a, alpha=0.1, equal=False),
     "rc": rc,
+    "rc, mixed": lambda *a: rc(*a, mixed=True),
     "rc, drawn": lambda *a: rc(*a, equal=False),
     "by_play": plays,
     "natural": lambda labels, devices, seed: pt.natural(
         labels, min(devices, len(np.unique(labels))), seed
     ),
 }
-EQUAL = {"iid", "dirichlet", "rc"}
+EQUAL = {"iid", "dirichlet", "rc", "rc, mixed"}
 
 labels_and_devices = st.lists(st.integers(0, 6), min_size=1, max_size=60).flatmap(
     lambda labels: st.tuples(st.just(np.array(labels)), st.integers(1, len(labels)))
@@ -153,6 +154,32 @@ def test_rc_leaves_each_class_mostly_in_one_group():
         top_shares.append(per_group.max(axis=0) / per_group.sum(axis=0))
     assert np.mean(top_shares) > 0.8
     assert np.median(top_shares) > 0.9
+
+
+def test_mixed_rc_leaves_fewer_classes_to_one_group():
+    """What spills over is a bit of every class, so most classes are found in two groups."""
+    top_shares, alone = {}, {}
+    for mixed in (False, True):
+        found = []
+        for seed in range(20):
+            groups = pt.equal_groups(99, 3, seed)
+            split = pt.resource_correlated(
+                LABELS_10, 99, seed, alpha=0.1, groups=groups, mixed=mixed
+            )
+            per_group = pt.group_counts(pt.class_counts(split, LABELS_10, 10), groups)
+            found.append(per_group.max(axis=0) / per_group.sum(axis=0))
+        top_shares[mixed], alone[mixed] = np.mean(found), np.mean(np.array(found) > 0.95)
+    assert 0.65 < top_shares[True] < top_shares[False] - 0.1
+    assert alone[True] < 0.6 * alone[False]
+
+
+def test_drawn_sizes_leave_nothing_to_mix():
+    whole, mixed = (
+        pt.class_counts(rc(LABELS_10, 30, 3, equal=False, mixed=mixed), LABELS_10, 10)
+        for mixed in (False, True)
+    )
+    groups = pt.equal_groups(30, 3, 3)
+    assert np.array_equal(pt.group_counts(whole, groups), pt.group_counts(mixed, groups))
 
 
 def test_rc_devices_of_one_group_see_the_same_mix():

@@ -73,7 +73,7 @@ def test_every_file_is_an_experiment_that_says_its_name(files: Collection) -> No
 
 def test_the_papers_settings() -> None:
     found = Experiment.load(paper().file("mobilenet-cifar10-rc"))
-    assert (found.rounds, found.data.split, found.data.alpha) == (1000, "rc", 0.1)
+    assert (found.rounds, found.data.split, found.data.alpha) == (1000, "rc-mixed", 0.1)
     assert (found.devices.count, found.devices.per_round) == (100, 10)
     training = found.training
     assert (training.lr, training.momentum, training.batch) == (0.1, 0.0, 32)

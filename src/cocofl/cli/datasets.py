@@ -56,7 +56,9 @@ def data_show(
             autocompletion=starting(data.REGISTRY),
         ),
     ],
-    split: Annotated[str, typer.Option(help="iid, dirichlet, rc, by_play or natural.")] = "rc",
+    split: Annotated[
+        str, typer.Option(help="iid, dirichlet, rc, rc-mixed, by_play or natural.")
+    ] = "rc",
     alpha: Annotated[float, typer.Option(help="Of the Dirichlet distribution.")] = 0.1,
     devices: Annotated[int, typer.Option(help="How many devices.")] = 100,
     groups: Annotated[int, typer.Option(help="How many equally large groups of them.")] = 3,
@@ -85,7 +87,7 @@ def data_show(
     counts = data.partition.class_counts(partition, train.labels, train.facts.num_classes)
     group_names = _group_names(groups)
     path = out or Path(f"{name.replace(':', '.')}-{split}.png")
-    with_alpha = f", alpha {alpha:g}" if split in ("dirichlet", "rc") else ""
+    with_alpha = f", alpha {alpha:g}" if split in ("dirichlet", "rc", "rc-mixed") else ""
     title = f"{name}: {split}{with_alpha}, {devices} devices, seed {seed}"
     save_bubble_chart(path, counts, group_of, train.facts.class_names, group_names, title)
     per_group = data.partition.group_counts(counts, group_of)

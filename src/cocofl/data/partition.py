@@ -121,6 +121,7 @@ def resource_correlated(
     alpha: float,
     groups: Sequence[int] | Ints,
     equal: bool = True,
+    mixed: bool = False,
 ) -> Partition:
     """Divide each class over *groups* of devices, so that some classes live only on weak devices.
 
@@ -129,7 +130,8 @@ def resource_correlated(
 
     With ``equal`` every group receives as many samples as its devices' shares, cut from the drawn
     order. That order keeps the classes of a group together, so that what spills over into the next
-    group is (nearly) whole classes: shuffling first would smear every class over two groups.
+    group is (nearly) whole classes. ``mixed`` shuffles first, and cuts device after device, as the
+    paper's authors do in the code they published: most classes are then found in two groups.
 
     >>> split = resource_correlated([0, 1] * 6, 4, seed=1, alpha=0.01, groups=[0, 1, 0, 1])
     >>> [sorted(set((split[device] % 2).tolist())) for device in range(4)]
@@ -143,6 +145,8 @@ def resource_correlated(
     rng = stream(seed, "partition.resource_correlated")
     kept, remainder = _set_aside(len(codes), devices, rng, equal)
     order, group_sizes = _draw(kept, codes[kept], len(group_devices), alpha, rng)
+    if mixed:
+        order = _shuffled_within(order, group_sizes, rng)
     if equal:
         group_sizes = group_devices * (len(kept) // devices)
     elif (group_sizes[group_devices == 0] > 0).any():
@@ -150,7 +154,8 @@ def resource_correlated(
             f"groups has no device in group {int(np.flatnonzero(group_devices == 0)[0])}, yet "
             f"group {int(group_of.max())} exists: number the groups 0, 1, … without a gap"
         )
-    order = _shuffled_within(order, group_sizes, rng)
+    if not mixed:
+        order = _shuffled_within(order, group_sizes, rng)
     return _deal_to_groups(order, group_sizes, group_of, remainder)
 
 

@@ -22,9 +22,9 @@ class Rule:
 
     name: str = "iid"
     alpha: float = 0.1
-    """Of ``dirichlet`` and ``rc``; the others have no use for it."""
+    """Of ``dirichlet``, ``rc`` and ``rc-mixed``; the others have no use for it."""
     equal: bool = True
-    """Of ``iid``, ``dirichlet`` and ``rc``: equal shares for all, the paper's rule."""
+    """Of these and ``iid``: equal shares for all, the paper's rule."""
 
 
 Divide = Callable[[Split, int, int, Rule, Ints], Partition]
@@ -38,6 +38,9 @@ RULES: dict[str, Divide] = {
     ),
     "rc": lambda data, devices, seed, rule, groups: pt.resource_correlated(
         data.labels, devices, seed, alpha=rule.alpha, groups=groups, equal=rule.equal
+    ),
+    "rc-mixed": lambda data, devices, seed, rule, groups: pt.resource_correlated(
+        data.labels, devices, seed, alpha=rule.alpha, groups=groups, equal=rule.equal, mixed=True
     ),
     "by_play": lambda data, devices, seed, rule, groups: pt.by_play(
         _owners(data, rule), devices, seed, groups=groups
