@@ -31,6 +31,9 @@ class Examiner:
         capture: bool,
     ) -> None:
         self._model = model.to(on).eval().requires_grad_(False)
+        if on.type == "cuda":
+            # As the images lie.
+            self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._tests, self._on, self._precision = tests, on, precision
         self._graphs = Graphs(capture and on.type == "cuda")
         self._chunks: dict[int, Tensor] = {}  # by their length, where captured tests find them

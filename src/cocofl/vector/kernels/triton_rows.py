@@ -43,17 +43,10 @@ def _blocks(x: Tensor) -> tuple[int, int]:
     next to a line that comes from memory twice.
     """
     _, n, channels = x.shape
-
-    def lanes(across: int) -> int:
-        return triton.cdiv(channels, across) * across
-
-    across = best = min(64, max(16, triton.next_power_of_2(channels)))
-    while across > _LINE and lanes(across) > 1.15 * channels:
-        across //= 2
-        if lanes(across) < lanes(best):
-            best = across
+    narrow, wide = (triton.cdiv(channels, across) * across for across in (_LINE, 2 * _LINE))
+    across = 2 * _LINE if wide <= max(1.15 * channels, narrow) else _LINE
     room = _TILE * 4 // x.element_size()
-    return max(1, min(room // best, triton.next_power_of_2(n))), best
+    return max(1, min(room // across, triton.next_power_of_2(n))), across
 
 
 def _chunks(devices: int, n: int, down: int, wide: int) -> tuple[int, int]:
