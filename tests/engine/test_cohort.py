@@ -24,6 +24,7 @@ from cocofl.freeze import KernelPlan
 from cocofl.runlog import Record
 from cocofl.vector import DeviceWork, Sgd
 
+HAS_GPU = torch.cuda.is_available()
 TINY: dict[str, Any] = {
     # Over more rounds float32 amplifies what the order of sums changes, see below; tests/vector
     # compares rounds in float64.
@@ -150,18 +151,19 @@ class Stop:
         pass
 
 
+@pytest.mark.parametrize(
+    "on", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_GPU, reason="no GPU here"))]
+)
 @pytest.mark.parametrize("strategy", ["cocofl", "heterofl", "fjord"])
 def test_an_interrupted_cohort_goes_on_as_if_nothing_had_been(
-    strategy: str, tmp_path: Path
+    strategy: str, on: str, tmp_path: Path
 ) -> None:
     engine = {"engine": TINY["engine"] | {"checkpoint_every": 2}}
     experiment = Experiment.parse(TINY | engine | {"rounds": 5, "strategy": {"name": strategy}})
-    whole = simulate(experiment, out=tmp_path / "whole", executor=CohortExecutor("cpu"))
+    whole = simulate(experiment, out=tmp_path / "whole", executor=CohortExecutor(on))
     with pytest.raises(KeyboardInterrupt):
-        simulate(
-            experiment, out=tmp_path / "cut", executor=CohortExecutor("cpu"), watchers=[Stop(3)]
-        )
-    again = simulate(experiment, out=tmp_path / "cut", executor=CohortExecutor("cpu"), resume=True)
+        simulate(experiment, out=tmp_path / "cut", executor=CohortExecutor(on), watchers=[Stop(3)])
+    again = simulate(experiment, out=tmp_path / "cut", executor=CohortExecutor(on), resume=True)
     assert [r["devices"] for r in whole.rounds] == [r["devices"] for r in again.rounds]
     assert [r["loss"] for r in whole.rounds] == [r["loss"] for r in again.rounds]
     assert whole.state.keys() == again.state.keys()
