@@ -78,9 +78,10 @@ class NarrowNetworks:
                 names = scaled_layers(model, self._workshop.model())
                 tensors = ("weight", "bias")
                 factors = {f"{name}.{t}": 1.0 / width for name in names for t in tensors}
-            slots = self._cohort.program.slots.parameters
-            row = factor_row(slots, self._workshop.places(width), factors)
-            self._numbers[wanted] = self._cohort.add_level(row)
+            program, shop = self._cohort.program, self._workshop
+            row = factor_row(program.slots.parameters, shop.places(width), factors)
+            channels = program.channels_in(shop.chain(width))
+            self._numbers[wanted] = self._cohort.add_level(row, channels)
         return self._numbers[wanted]
 
     def work(self, task: Task) -> DeviceWork:
