@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cocofl import chain_state, split
 from cocofl.fl.merge import Contribution, merge_nested
 from cocofl.models import MODELS
-from cocofl.models.widths import embeds, places
+from cocofl.models.widths import places
 from cocofl.vector import Cohort, DeviceWork, Sgd
 from cocofl.vector.levels import factor_row
 from tests.vector.serial import Round, draw_round
@@ -184,9 +184,3 @@ def test_narrower_transformers_train_with_dropout(name: str) -> None:
     assert bool(torch.isfinite(cohort.parameters).all())
     assert not cohort.parameters[0][row == 0].any()
     assert float(cohort.losses.max()) < 2.3  # of ten classes drawn at random: log 10
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_which_networks_have_narrower_ones_as_a_part(name: str) -> None:
-    full, narrow = (MODELS[name](10, width=w, tiny=True) for w in (1.0, 0.5))
-    assert embeds(full, narrow, (full.example_input(),)) == (not name.startswith("transformer"))
