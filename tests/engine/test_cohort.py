@@ -16,11 +16,15 @@ from cocofl import Span, split
 from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
+from cocofl.engine.narrow import WidthTrial
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Run, Setup, simulate, simulate_together
 from cocofl.fl.local import Task, Workshop
 from cocofl.fl.spans import SpanWork
+from cocofl.fl.widths import WidthWork
 from cocofl.freeze import KernelPlan
+from cocofl.models.base import narrowed
+from cocofl.models.transformer import Encoder, EncoderLayer, Shape
 from cocofl.runlog import Record
 from cocofl.vector import DeviceWork, Sgd
 
@@ -72,6 +76,52 @@ def test_a_run_of_either_engine_gives_the_same_model(
     for key, tensor in serial.state.items():
         difference = (tensor.double() - cohort.state[key].double()).abs().max()
         assert float(difference) <= tolerance, key
+
+
+class ReadsRows(nn.Module):
+    """A Transformer over the eight rows of a digit."""
+
+    segments = Encoder.segments
+
+    def __init__(self, num_classes: int, width: float) -> None:
+        super().__init__()
+        shape = Shape(length=8, heads=2, head_channels=8, hidden=16, dropout=0.0)
+        channels = 2 * narrowed(8, width)
+        self.rows = nn.Linear(8, channels)
+        self.layers = nn.ModuleList(EncoderLayer(shape, width) for _ in range(2))
+        self.last = nn.Linear(channels, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1, 2)  # (batch, 8, 8)
+        mask = (x.sum(2) > 0).unsqueeze(1).unsqueeze(1)  # of rows that are not empty
+        x = self.rows(x)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.last(x.mean(1))
+
+
+def reads_rows(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    return ReadsRows(num_classes, width), torch.rand(4, 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("heterofl", {}), ("heterofl", {"scaler": True}), ("fjord", {})]
+)
+def test_narrower_transformers_train_together(
+    strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = {"name": f"{__name__}:reads_rows"}
+    experiment = Experiment.parse(TINY | {"model": model, "rounds": 2})
+    experiment = experiment.changed(
+        {"strategy.name": strategy} | {f"strategy.{key}": value for key, value in options.items()}
+    )
+    trial = WidthTrial(Workshop(Setup(experiment).job().materials))
+    assert all(trial.can(WidthWork(width)) for width in (0.125, 0.5, 1.0))
+    serial = simulate(experiment, out=tmp_path / "s", executor=InProcess())
+    cohort = simulate(experiment, out=tmp_path / "c", executor=CohortExecutor("cpu", devices=3))
+    assert len({width for r in serial.rounds for _, _, width, _ in r["devices"]}) > 1
+    assert [r["devices"] for r in serial.rounds] == [r["devices"] for r in cohort.rounds]
+    assert distance(serial, cohort) < 1e-5
 
 
 def random_depth(num_classes: int) -> tuple[nn.Module, Tensor]:

@@ -77,7 +77,7 @@ def test_spans(name: str, variant: str, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["heterofl", "fjord"])
-@pytest.mark.parametrize("name", ["mobilenet", "mobilenet-groupnorm", "densenet40"])
+@pytest.mark.parametrize("name", ["mobilenet", "mobilenet-groupnorm", "densenet40", "transformer"])
 def test_widths(name: str, ordered: bool) -> None:
     made, state = cohorts(name)
     full = MODELS[name](10, tiny=True)
@@ -85,8 +85,10 @@ def test_widths(name: str, ordered: bool) -> None:
     schedule = np.random.default_rng(0).integers(0, [1, 2, 3], (STEPS, 3))
     for cohort in made:
         for width in WIDTHS:
-            where = places(full, MODELS[name](10, tiny=True, width=width))
-            cohort.add_level(factor_row(cohort.program.slots.parameters, where))
+            narrow, program = MODELS[name](10, tiny=True, width=width), cohort.program
+            factors = factor_row(program.slots.parameters, places(full, narrow))
+            chain = split(narrow, narrow.example_input(BATCH))
+            cohort.add_level(factors, program.channels_in(chain))
         works = [DeviceWork(cohort.everything, "f", 0.05, level=level) for level in range(3)]
         levels = (
             (schedule, torch.ones_like(cohort.statistics[:3])[:, None].repeat(1, 3, 1))
@@ -164,26 +166,35 @@ def test_a_transformer_in_tf32() -> None:
     assert relative(moved[:5], also[:5]) < 0.05
 
 
+@pytest.mark.parametrize("counts", [None, (24, 5, 16)], ids=["all", "leading"])
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("adds", [True, False])
-def test_norm_of_a_sum(adds: bool, p: float) -> None:
-    """Against float64; the last device drops nothing."""
+def test_norm_of_a_sum(adds: bool, p: float, counts: tuple[int, ...] | None) -> None:
+    """Against float64; the last device drops nothing, and there may be fewer channels."""
     torch.manual_seed(0)
     x, addend, g = (torch.randn(3, 4, 33, 24, device="cuda") for _ in range(3))
     rows = torch.randn(3, 100, device="cuda")
     kernels = chains_for(x)
     assert kernels is not None
+    channels = None if counts is None else torch.tensor(counts, dtype=torch.int32, device="cuda")
     dropping = Dropping(p, torch.tensor([True, True, False], device="cuda"))
 
     def plain(x: Tensor, addend: Tensor, rows: Tensor) -> Tensor:
         weight, bias = (rows[:, i : i + 24].view(3, 1, 1, 24) for i in (0, 50))
-        return F.layer_norm(x + addend if adds else x, (24,)) * weight + bias
+        total = x + addend if adds else x
+        y = [
+            F.pad(F.layer_norm(one[..., :n], (n,)), (0, 24 - n))
+            for one, n in zip(total, counts or (24, 24, 24), strict=True)
+        ]
+        return torch.stack(y) * weight + bias
 
     def fused(x: Tensor, addend: Tensor, rows: Tensor) -> Tensor:
         torch.cuda.manual_seed(1)
         weight, bias = rows[:, :24], rows[:, 50:74]
         added = addend if adds else None
-        result: Tensor = kernels.normalise(x, added, dropping if p else None, weight, bias, 1e-5)
+        result: Tensor = kernels.normalise(
+            x, added, dropping if p else None, weight, bias, 1e-5, channels
+        )
         return result
 
     torch.cuda.manual_seed(1)

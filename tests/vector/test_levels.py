@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cocofl import chain_state, split
 from cocofl.fl.merge import Contribution, merge_nested
 from cocofl.models import MODELS
-from cocofl.models.widths import embeds, places
+from cocofl.models.widths import places
 from cocofl.vector import Cohort, DeviceWork, Sgd
 from cocofl.vector.levels import factor_row
 from tests.vector.serial import Round, draw_round
@@ -22,13 +22,35 @@ from tests.vector.serial import Round, draw_round
 WIDTHS = (0.25, 0.5, 1.0)
 BATCH, SAMPLES, LR = 8, 40, 0.05
 SIZES = [[8, 8, 5], [8, 8, 8], [8, 3, 8]]
+NETWORKS = [
+    "mobilenet", "mobilenet-groupnorm", "resnet18", "densenet40", "transformer",
+    "transformer-seq2seq",
+]  # fmt: skip
 SGD = Sgd(momentum=0.5, weight_decay=0.01, clip=1.0)
 
 
 @cache
 def network(name: str, width: float) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name](10, width=width, tiny=True).double()
+    model = MODELS[name](10, width=width, tiny=True).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def samples(model: nn.Module) -> Tensor:
+    x: Tensor = model.example_input(SAMPLES)  # type: ignore[operator]
+    if x.is_floating_point():
+        return x.double()
+    x[::3, :5] = 0  # some texts are shorter
+    return x
+
+
+def add_level(cohort: Cohort, full: nn.Module, narrow: nn.Module, x: Tensor) -> Tensor:
+    row = factor_row(cohort.program.slots.parameters, places(full, narrow))
+    cohort.add_level(row, cohort.program.channels_in(split(narrow, x[:BATCH])))
+    return row
 
 
 def alone(
@@ -59,10 +81,10 @@ def alone(
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["heterofl", "fjord"])
-@pytest.mark.parametrize("name", ["mobilenet", "mobilenet-groupnorm", "resnet18", "densenet40"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_two_rounds_in_float64(name: str, ordered: bool) -> None:
     full = network(name, 1.0)
-    x = full.example_input(SAMPLES).double()  # type: ignore[operator]
+    x = samples(full)
     y = torch.randint(0, 10, (SAMPLES,), generator=torch.Generator().manual_seed(0))
     chain = split(full, x[:BATCH])
     cohort = Cohort(
@@ -76,7 +98,7 @@ def test_two_rounds_in_float64(name: str, ordered: bool) -> None:
     slots = cohort.program.slots.parameters
     where = {width: places(full, network(name, width)) for width in WIDTHS}
     for width in WIDTHS:
-        cohort.add_level(factor_row(slots, where[width]))
+        add_level(cohort, full, network(name, width), x)
     works = [DeviceWork(cohort.everything, "f", LR, level=level) for level in range(3)]
     state = other = chain_state(chain)
     for seed in range(2):
@@ -107,10 +129,8 @@ def test_a_place_that_a_narrower_network_lacks_stays_zero() -> None:
     x, y = full.example_input(SAMPLES).double(), torch.zeros(SAMPLES).long()  # type: ignore[operator]
     chain = split(full, x[:BATCH])
     cohort = Cohort(chain, lambda i: ((x[i],), y[i]), devices=1, batch=BATCH, precision="fp32")
-    where = places(full, network("resnet18", 0.25))
-    row = factor_row(cohort.program.slots.parameters, where)
-    level = cohort.add_level(row)
-    works = [DeviceWork(cohort.everything, "f", LR, level=level)]
+    row = add_level(cohort, full, network("resnet18", 0.25), x)
+    works = [DeviceWork(cohort.everything, "f", LR, level=0)]
     one = draw_round(works, SAMPLES, BATCH, [[8, 8]])
     cohort.train(cohort.rows_of([chain_state(chain)]), [frozenset()], works, one.indices, one.valid)
     lacking = cohort.parameters[0][row == 0]
@@ -127,7 +147,7 @@ def test_there_is_room_for_any_number_of_widths() -> None:
     widths = [0.1 + 0.05 * i for i in range(18)]
     wheres = [places(full, MODELS["resnet18"](10, width=w, tiny=True)) for w in widths]
     rows = [factor_row(slots, where) for where in wheres]
-    assert [cohort.add_level(row) for row in rows] == list(range(18))
+    assert [cohort.add_level(row, {}) for row in rows] == list(range(18))
     assert cohort.levels is not None
     found = cohort.levels.there([0, 17, None])
     assert torch.equal(found[0], rows[0] != 0)
@@ -135,7 +155,32 @@ def test_there_is_room_for_any_number_of_widths() -> None:
     assert found[2].all()
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_which_networks_have_narrower_ones_as_a_part(name: str) -> None:
-    full, narrow = (MODELS[name](10, width=w, tiny=True) for w in (1.0, 0.5))
-    assert embeds(full, narrow, (full.example_input(),)) == (not name.startswith("transformer"))
+def test_levels_know_how_many_channels_values_have() -> None:
+    full = network("transformer", 1.0)
+    x, y = samples(full), torch.zeros(SAMPLES).long()
+    chain = split(full, x[:BATCH])
+    cohort = Cohort(chain, lambda i: ((x[i],), y[i]), devices=2, batch=BATCH, precision="fp32")
+    assert sorted(cohort.program.channels.values()) == [8, 8, 16, 16, 16, 16]  # heads and norms
+    for _ in range(9):  # more than there is room for at first
+        add_level(cohort, full, network("transformer", 0.25), x)
+    assert cohort.levels is not None
+    cohort.levels.hold([8, None])
+    found = cohort.levels.channels()
+    assert {tuple(n.tolist()) for n in found.values()} == {(2, 8), (4, 16)}
+
+
+@pytest.mark.parametrize("name", ["transformer", "transformer-seq2seq"])
+def test_narrower_transformers_train_with_dropout(name: str) -> None:
+    torch.manual_seed(0)
+    full, narrow = (MODELS[name](10, width=width, tiny=True) for width in (1.0, 0.5))
+    x, y = full.example_input(SAMPLES), torch.zeros(SAMPLES).long()
+    chain = split(full, x[:BATCH])
+    cohort = Cohort(chain, lambda i: ((x[i],), y[i]), devices=2, batch=BATCH, precision="fp32")
+    row = add_level(cohort, full, narrow, x)
+    works = [DeviceWork(cohort.everything, "f", LR, level=level) for level in (0, None)]
+    one = draw_round(works, SAMPLES, BATCH, [[8] * 10] * 2)
+    states = cohort.rows_of([chain_state(chain)])
+    cohort.train(states, [frozenset()], works, one.indices, one.valid)
+    assert bool(torch.isfinite(cohort.parameters).all())
+    assert not cohort.parameters[0][row == 0].any()
+    assert float(cohort.losses.max()) < 2.3  # of ten classes drawn at random: log 10

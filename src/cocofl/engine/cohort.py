@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cocofl.engine.examiner import Examiner
-from cocofl.engine.narrow import Narrowed, NarrowNetworks
+from cocofl.engine.narrow import Narrowed, NarrowNetworks, WidthTrial
 from cocofl.engine.resident import ResidentSplit
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
@@ -131,6 +131,7 @@ class CohortExecutor:
         self._tests = ResidentSplit(materials.test, self._on)
         self._cohort: Cohort | None = None
         self._alone = self._must_train_alone()
+        self._widths = WidthTrial(self._workshop)
         self._held: dict[int, tuple[Mapping[str, Tensor], Rows]] = {}
         self._examiner: Examiner | None = None
         self._sizes: dict[Span, int] = {}
@@ -178,7 +179,7 @@ class CohortExecutor:
         spans = all(isinstance(work, SpanWork) for work in works)
         alone = self._alone or not everyone
         cohort = None if alone else self._cohort_for(len(everyone))
-        if cohort is None or not (spans or all(map(self._narrow.can, works))):
+        if cohort is None or not (spans or all(map(self._widths.can, works))):
             yield from ((run, self._workshop.train(task, states[run])) for run, task in everyone)
             return
         rows = Rows.below_each_other([self._rows(cohort, state) for state in states])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from cocofl.fl.local import Task, Work, Workshop
 from cocofl.fl.merge import State
 from cocofl.fl.widths import OrderedWork, WidthWork, scaled_layers, statistics_key
-from cocofl.models.widths import Place, embeds
+from cocofl.models.widths import Place
 from cocofl.vector import Cohort, DeviceWork, Rows
+from cocofl.vector.agreement import Narrowing
 from cocofl.vector.levels import factor_row
 from cocofl.vector.slots import Slots
 
@@ -41,32 +43,37 @@ class _Level:
     scaled: bool
 
 
+class WidthTrial:
+    """Which works with narrower networks a cohort can do; each width is tried out once."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self._workshop = workshop
+        self._narrowing = Narrowing(workshop.chain())
+        self._agrees = cache(self._agrees_at)
+
+    def can(self, work: Work) -> bool:
+        """Whether the stacked computation does what the work asks for.
+
+        Losses of some classes only, distillation, and networks in which a width changes what the
+        cohort does not know of, are left to the serial code.
+        """
+        if isinstance(work, WidthWork):
+            return not work.masked and self._agrees(work.width)
+        if isinstance(work, OrderedWork):
+            return not work.distillation and all(map(self._agrees, work.widths))
+        return False
+
+    def _agrees_at(self, width: float) -> bool:
+        shop = self._workshop
+        return width == 1.0 or self._narrowing.agrees(shop.chain(width), shop.places(width))
+
+
 class NarrowNetworks:
     """The narrower networks of a cohort: as levels of it, and as parts of the server's state."""
 
     def __init__(self, workshop: Workshop, cohort: Cohort) -> None:
         self._workshop, self._cohort = workshop, cohort
         self._numbers: dict[_Level, int] = {}
-        self._embedded: dict[float, bool] = {}
-
-    def can(self, work: Work) -> bool:
-        """Whether the stacked computation does what the work asks for.
-
-        Losses of some classes only, distillation, and networks in which a width changes more than
-        which channels there are, are left to the serial code.
-        """
-        if isinstance(work, WidthWork):
-            return not work.masked and self._is_embedded(work.width)
-        if isinstance(work, OrderedWork):
-            return not work.distillation and all(map(self._is_embedded, work.widths))
-        return False
-
-    def _is_embedded(self, width: float) -> bool:
-        if width not in self._embedded:
-            model, inputs = self._workshop.materials.subject.build()
-            narrow = self._workshop.model(width)
-            self._embedded[width] = width == 1.0 or embeds(model, narrow, inputs)
-        return self._embedded[width]
 
     def level(self, width: float, *, scaled: bool = False) -> int:
         """The number of a width in the cohort."""
@@ -78,9 +85,10 @@ class NarrowNetworks:
                 names = scaled_layers(model, self._workshop.model())
                 tensors = ("weight", "bias")
                 factors = {f"{name}.{t}": 1.0 / width for name in names for t in tensors}
-            slots = self._cohort.program.slots.parameters
-            row = factor_row(slots, self._workshop.places(width), factors)
-            self._numbers[wanted] = self._cohort.add_level(row)
+            program, shop = self._cohort.program, self._workshop
+            row = factor_row(program.slots.parameters, shop.places(width), factors)
+            channels = program.channels_in(shop.chain(width))
+            self._numbers[wanted] = self._cohort.add_level(row, channels)
         return self._numbers[wanted]
 
     def work(self, task: Task) -> DeviceWork:

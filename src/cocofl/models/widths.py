@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 
 import torch
 from torch import Size, Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from cocofl.errors import InvalidModel
 from cocofl.models.base import Segments
@@ -38,36 +36,6 @@ def places(full: nn.Module, narrow: nn.Module) -> dict[str, Place]:
         key: _place(key, size, narrower[key], pieces.get(key, ()), fewer.get(key, ()))
         for key, size in sizes.items()
     }
-
-
-def embeds(full: nn.Module, narrow: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
-    """Whether the full network computes the same with zeros where the narrower one has nothing.
-
-    So it is where channels meet only in layers; a LayerNorm or attention counts them, too.
-
-    >>> def two(hidden, *between):
-    ...     return nn.Sequential(nn.Linear(4, hidden), *between, nn.Linear(hidden, 2))
-    >>> embeds(two(6), two(3), (torch.rand(2, 4),))
-    True
-    >>> embeds(two(6, nn.LayerNorm(6)), two(3, nn.LayerNorm(3)), (torch.rand(2, 4),))
-    False
-    """
-    place, held = places(full, narrow), narrow.state_dict()
-    state = {key: torch.zeros_like(t) for key, t in full.state_dict().items()}
-    for key, t in held.items():
-        state[key][place[key]] = t
-    wide, small = (_without_dropout(deepcopy(model)).train() for model in (full, narrow))
-    wide.load_state_dict(state)
-    with torch.no_grad():
-        expected, found = small(*inputs), wide(*inputs)
-    return bool(expected.shape == found.shape and torch.allclose(expected, found, 1e-3, 1e-4))
-
-
-def _without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = 0.0
-    return model
 
 
 def _segments(model: nn.Module) -> dict[str, tuple[Segments, ...]]:

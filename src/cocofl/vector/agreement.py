@@ -5,7 +5,9 @@ A network may do anything; what a cohort makes of it is right or is not used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,13 @@ from torch.utils import _pytree as pytree
 from cocofl.chain import BlockChain
 from cocofl.errors import CocoflError
 from cocofl.freeze import State, chain_state, freeze
+from cocofl.models.widths import Place
 from cocofl.span import Span
 from cocofl.vector.cohort import Cohort, DeviceWork
+from cocofl.vector.levels import factor_row
 from cocofl.vector.losses import one_by_one
 from cocofl.vector.optimizer import Sgd
+from cocofl.vector.program import Program
 
 _SAMPLES = 4
 _LR = 0.05
@@ -29,6 +34,7 @@ _TOLERANCES = {"f": 0.02, "ff": 0.02, "qff": 0.3}
 # Of the largest change of all: a bias before a norm has no gradient but for rounding.
 _ROUNDING = 1e-3
 _OTHERWISE = "stacked it would learn something else"
+_FAILURES = (CocoflError, RuntimeError, ValueError, LookupError, TypeError, AssertionError)
 
 
 def disagreement(chain: BlockChain) -> str | None:
@@ -45,6 +51,51 @@ def disagreement(chain: BlockChain) -> str | None:
     return reason
 
 
+class Narrowing:
+    """Whether narrower networks inside a chain learn what they learn by themselves.
+
+    So it is where channels meet only in layers and in instructions that are told how many there
+    are.
+    """
+
+    def __init__(self, chain: BlockChain) -> None:
+        self._chain = chain
+        self._wide = cache(self._wide_in)
+
+    def _wide_in(self, dtype: torch.dtype) -> tuple[BlockChain, Program]:
+        wide = _still_in(dtype, self._chain)
+        return wide, Program(wide, torch.device("cpu"))
+
+    def agrees(self, narrow: BlockChain, places: Mapping[str, Place]) -> bool:
+        """Whether one of them does; its tensors lie at ``places`` of the chain's."""
+        # In float32 a sum in another order may open a ReLU; but not all networks know float64.
+        for dtype in (torch.float64, torch.float32):
+            try:
+                return self._agrees_in(dtype, _still_in(dtype, narrow), places)
+            except _FAILURES:
+                continue
+        return False
+
+    def _agrees_in(
+        self, dtype: torch.dtype, narrow: BlockChain, places: Mapping[str, Place]
+    ) -> bool:
+        wide, program = self._wide(dtype)
+        begin, state = chain_state(narrow), chain_state(wide)
+        for key, tensor in begin.items():
+            state[key] = state[key].clone()
+            state[key][places[key]] = tensor
+        assert narrow.example is not None
+        inputs = narrow.example
+        cohort = _cohort(wide, inputs, 1, program)
+        factors = factor_row(program.slots.parameters, places)
+        level = cohort.add_level(factors, program.channels_in(narrow))
+        work = DeviceWork(cohort.everything, "f", _LR, level=level)
+        _step(cohort, state, [work])
+        update = cohort.update(cohort.rows_now(0), work)
+        found = {key: tensor[places[key]] for key, tensor in update.items()}
+        return _difference(_alone(narrow, work, inputs), found, begin, _TOLERANCES["f"]) is None
+
+
 def _try_out(chain: BlockChain, inputs: tuple[Any, ...]) -> str | None:
     n = len(chain)
     works = [
@@ -59,7 +110,7 @@ def _try_out(chain: BlockChain, inputs: tuple[Any, ...]) -> str | None:
         again = _alone(chain, works[0], inputs)
         try:
             together = _together(chain, works, inputs)
-        except (CocoflError, RuntimeError, ValueError, LookupError, TypeError, AssertionError) as e:
+        except _FAILURES as e:
             return f"it has no stacked form ({type(e).__name__}: {e})"
     begin = chain_state(chain)
     if (key := _difference(alone[0], again, begin, 0.0)) is not None:
@@ -80,7 +131,16 @@ def _without_dropout(chain: BlockChain) -> BlockChain:
     return still
 
 
-def _few(example: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
+def _still_in(dtype: torch.dtype, chain: BlockChain) -> BlockChain:
+    """Without dropout, with few samples as its example, in another precision."""
+    still = _without_dropout(chain).to(dtype)
+    assert still.example is not None
+    few = _few(still.example)
+    still.example = tuple(x.to(dtype) if x.is_floating_point() else x for x in few)
+    return still
+
+
+def _few(example: tuple[Any, ...], factor: float = 1.0) -> tuple[Any, ...]:
     """The first samples, their numbers (not tokens, say) times ``factor``."""
     size = len(example[0])
     few = [x[:_SAMPLES] if len(x) == size else x for x in example]
@@ -106,21 +166,33 @@ def _alone(chain: BlockChain, work: DeviceWork, inputs: tuple[Any, ...]) -> Stat
 
 
 def _together(chain: BlockChain, works: list[DeviceWork], inputs: tuple[Any, ...]) -> list[State]:
+    cohort = _cohort(chain, inputs, len(works))
+    _step(cohort, chain_state(chain), works)
+    return [cohort.update(cohort.rows_now(d), work) for d, work in enumerate(works)]
+
+
+def _cohort(
+    chain: BlockChain, inputs: tuple[Any, ...], devices: int, program: Program | None = None
+) -> Cohort:
     batch = len(inputs[0])
     labels = torch.zeros(batch, dtype=torch.long)
-    cohort = Cohort(
+    return Cohort(
         chain,
         lambda i: (tuple(x[i] for x in inputs), labels[i]),
-        devices=len(works),
+        devices=devices,
         batch=batch,
         optimizer=Sgd(),
         loss=one_by_one(_energy),
         precision="fp32",
+        program=program,
     )
-    indices = np.broadcast_to(np.arange(batch), (1, len(works), batch)).copy()
-    rows = cohort.rows_of([chain_state(chain)])
-    cohort.train(rows, [frozenset()], works, indices, np.full((1, len(works)), batch))
-    return [cohort.update(cohort.rows_now(d), work) for d, work in enumerate(works)]
+
+
+def _step(cohort: Cohort, state: State, works: list[DeviceWork]) -> None:
+    """Each device on all of the cohort's samples, once."""
+    indices = np.broadcast_to(np.arange(cohort.batch), (1, len(works), cohort.batch)).copy()
+    valid = np.full((1, len(works)), cohort.batch)
+    cohort.train(cohort.rows_of([state]), [frozenset()], works, indices, valid)
 
 
 def _difference(expected: State, found: State, begin: State, tolerance: float) -> str | None:

@@ -92,6 +92,8 @@ class _Traits:
     folds: bool
     taps: frozenset[Tap]
     on_the_fly: frozenset[Tap]
+    narrow: bool = False
+    """Whether devices have networks of unequal width."""
     levels: bool = False
     """Whether each step is taken at a level of its own."""
     averages: bool = False
@@ -192,16 +194,16 @@ class Cohort:
                 seen.add(slot)
         return found | self._constants | self._scales_of(rows.scales[index])
 
-    def add_level(self, factors: Tensor) -> int:
-        """A narrower network, as factors on the places of a row of parameters; its number."""
+    def add_level(self, factors: Tensor, channels: Mapping[str, int]) -> int:
+        """A narrower network, as factors on the places of a row of parameters; its number.
+
+        ``channels`` are what :meth:`Program.channels_in` finds in it.
+        """
         if self.levels is None:
-            slots = self.program.slots
-            self.levels = Levels(
-                slots.parameters, self.devices, slots.statistics.size, self.parameters
-            )
+            self.levels = Levels(self.program, self.devices, self.parameters)
         if self.levels.is_full:
             self._graphs.forget()
-        return self.levels.add(factors)
+        return self.levels.add(factors, channels)
 
     def _scales_of(self, row: Tensor) -> State:
         row = row.cpu()
@@ -248,6 +250,7 @@ class Cohort:
         """
         traits = self._begin(states, known, works)
         room = self.devices - len(works)
+        traits = replace(traits, narrow=any(work.level is not None for work in works))
         if levels is not None:
             assert self.levels is not None
             traits = replace(traits, levels=True)
@@ -321,7 +324,7 @@ class Cohort:
         for slot in self._unused:
             self._learns[:, slot.start : slot.stop] = False
         if self.levels is not None:
-            there = self.levels.there([work.level for work in everyone])
+            there = self.levels.hold([work.level for work in everyone])
             self.parameters.mul_(there)
             self._learns.logical_and_(there)
 
@@ -429,6 +432,7 @@ class Cohort:
             averages=traits.averages,
             table=self._tables[traits.taps] if traits.taps else None,
             on_the_fly=traits.on_the_fly,
+            channels=self.levels.channels() if traits.narrow and self.levels is not None else {},
             modes=modes,
             counts=counts,
             measured=self.measured if measures else None,

@@ -16,6 +16,7 @@ from cocofl.freeze.lowering import ActOp, CatOp, MapOp, NodeOp
 from cocofl.numerics import StackedGrid
 from cocofl.vector.fused import attention_for, chains_for, linear_for
 from cocofl.vector.kernels import Activation, Dropping
+from cocofl.vector.kernels.plain import normalise_leading
 from cocofl.vector.layers import Finish, finished
 from cocofl.vector.maps import Weights, linear_layers, side_by_side, stacked_layer
 from cocofl.vector.nodes import MAPPED, MERGED, NodeCall
@@ -32,6 +33,11 @@ class Instruction(ABC):
     @property
     def learned(self) -> tuple[Slot | None, ...]:
         """The parameters that it reads."""
+        return ()
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The values whose number of channels changes what it does to each of them."""
         return ()
 
     @abstractmethod
@@ -264,17 +270,28 @@ class NormaliseSamples(Instruction):
         """See :class:`Instruction`."""
         return self.weight, self.bias
 
+    @property
+    def is_over_channels(self) -> bool:
+        """Whether it is a LayerNorm of the last axis."""
+        return isinstance(self.layer, nn.LayerNorm) and len(self.layer.normalized_shape) == 1
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """See :class:`Instruction`."""
+        return (self.name,) if self.is_over_channels else ()
+
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         x: Tensor = env[self.x]
-        merged, layer = x.flatten(0, 1), self.layer
-        if isinstance(layer, nn.LayerNorm):
-            y = F.layer_norm(merged, layer.normalized_shape, eps=layer.eps)
-            after = 0
+        layer, channels = self.layer, run.channels.get(self.name)
+        after = x.ndim - 3 if isinstance(layer, nn.GroupNorm) else 0
+        if channels is not None:
+            y = normalise_leading(x, channels, layer.eps)
+        elif isinstance(layer, nn.LayerNorm):
+            y = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
         else:
-            y = F.group_norm(merged, layer.num_groups, eps=layer.eps)
-            after = x.ndim - 3
-        y = y.unflatten(0, x.shape[:2])
+            y = F.group_norm(x.flatten(0, 1), layer.num_groups, eps=layer.eps)
+            y = y.unflatten(0, x.shape[:2])
         for slot, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
             if slot is not None:
                 own = run.leaves[slot].to(y.dtype)
@@ -435,6 +452,11 @@ class NormaliseSum(Instruction):
         """See :class:`Instruction`."""
         return self.norm.learned
 
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """See :class:`Instruction`."""
+        return self.norm.counted
+
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         x: Tensor = env[self.x]
@@ -448,7 +470,8 @@ class NormaliseSum(Instruction):
         dropping = None if self.drop is None else self.drop.dropping(run)
         slots = self.norm.weight, self.norm.bias
         own = [None if slot is None else run.leaves[slot] for slot in slots]
-        y = kernels.normalise(x, addend, dropping, *own, self.norm.layer.eps)
+        channels = run.channels.get(self.name)
+        y = kernels.normalise(x, addend, dropping, *own, self.norm.layer.eps, channels)
         settled: Tensor = run.settle(self.name, y, self.block)
         return settled
 
@@ -457,12 +480,14 @@ class NormaliseSum(Instruction):
 class Attend(Instruction):
     """Each position gathers from all others: by a kernel of our own where there is one."""
 
+    name: str
+    block: int
     query: str
     key: str
     value: str
     mask: str | None
     scale: float | None
-    otherwise: Node
+    """None for 1 over the root of a head's channels."""
 
     @classmethod
     def instead_of(cls, node: Node, op: NodeOp) -> Attend | Node:
@@ -479,28 +504,32 @@ class Attend(Instruction):
         query, key, value, mask = (op.names.get(x) for x in tensors)
         if query is None or key is None or value is None or (mask is None) != (tensors[3] is None):
             return node
-        return cls(query, key, value, mask, scale, node)
+        return cls(node.name, node.block, query, key, value, mask, scale)
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """The value it makes."""
-        return self.otherwise.name
-
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        """Whose it is."""
-        return self.otherwise.block
+    def counted(self) -> tuple[str, ...]:
+        """See :class:`Instruction`."""
+        return (self.query,) if self.scale is None else ()
 
     def __call__(self, env: Environment, run: Run) -> Any:
         """See :class:`Instruction`."""
-        query, key, value = (env[name].flatten(0, 1) for name in (self.query, self.key, self.value))
+        queries = self._made_up_for(env[self.query], run.channels.get(self.query))
+        query, key, value = (x.flatten(0, 1) for x in (queries, env[self.key], env[self.value]))
         mask = None if self.mask is None else env[self.mask].flatten(0, 1)
         kernels = attention_for(query, key, value, mask)
         if kernels is None:
-            return self.otherwise(env, run)
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        y = kernels.attention(query, key, value, mask, scale)
-        return run.settle(self.name, y.unflatten(0, env[self.query].shape[:2]), self.block)
+            y = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
+        else:
+            scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+            y = kernels.attention(query, key, value, mask, scale)
+        return run.settle(self.name, y.unflatten(0, queries.shape[:2]), self.block)
+
+    def _made_up_for(self, query: Tensor, channels: Tensor | None) -> Tensor:
+        """Larger where a head has fewer channels: the scale is one number for all devices."""
+        if channels is None or self.scale is not None:
+            return query
+        factor = (query.shape[-1] / channels.to(query.dtype)).sqrt()
+        return query * factor.view(-1, *[1] * (query.ndim - 1))
 
 
 _ATTENTION = (

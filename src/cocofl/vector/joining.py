@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TypeGuard, TypeVar
 
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from cocofl.freeze.lowering import LoweredBlock, ValueName, is_sum_of_maps
@@ -75,11 +74,7 @@ def _traits(layer: Layer) -> Hashable:
 
 
 def _is_over_channels(one: Instruction) -> TypeGuard[NormaliseSamples]:
-    return (
-        isinstance(one, NormaliseSamples)
-        and isinstance(one.layer, nn.LayerNorm)
-        and len(one.layer.normalized_shape) == 1
-    )
+    return isinstance(one, NormaliseSamples) and one.is_over_channels
 
 
 class _Joiner:

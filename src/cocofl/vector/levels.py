@@ -2,8 +2,9 @@
 
 A place that a narrower network lacks has the factor 0. A channel whose weights are 0 stays 0 on
 its way through layers, norms (their weight and bias are 0, too) and activations, and no gradient
-comes back through it. So one computation serves devices of every width, and one device at a
-different width in every step.
+comes back through it. Instructions that count channels, like LayerNorm, are told how many there
+are, and use the leading ones. So one computation serves devices of every width, and one device
+at a different width in every step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cocofl.models.widths import Place
+from cocofl.vector.program import Program
 from cocofl.vector.slots import Slot, Slots
 
 # Captured steps read rows of factors where they are: room for more than one is made at a time.
@@ -36,19 +38,22 @@ def factor_row(
 class Levels:
     """The narrower networks of a cohort, and at which of them each device takes its step."""
 
-    def __init__(self, slots: Slots, devices: int, statistics: int, like: Tensor) -> None:
-        """``statistics`` is the length of a row of them."""
-        self._count, capacity = 0, _CAPACITY
+    def __init__(self, program: Program, devices: int, like: Tensor) -> None:
+        """``like`` are the parameters of all devices."""
+        slots, self._count, capacity = program.slots, 0, _CAPACITY
         # The last row stays: all of the network.
-        self._factors = torch.ones(capacity, slots.size, dtype=like.dtype, device=like.device)
+        self._factors = like.new_ones(capacity, slots.parameters.size)
+        whole = torch.tensor([*program.channels.values()], dtype=torch.int32, device=like.device)
+        self._values = list(program.channels)
+        self._channels = whole.repeat(capacity, 1)
         self._now = torch.zeros(devices, dtype=torch.long, device=like.device)
         self._schedule = self._now[None]
         self._rows = torch.arange(devices, device=like.device)
-        self.statistics = like.new_zeros(devices, capacity, statistics)
+        self.statistics = like.new_zeros(devices, capacity, slots.statistics.size)
         """Of each device at each level: a norm sees other numbers at another width."""
         self._narrow = torch.zeros_like(like)
         self._leaves = {
-            slot: slot.of(self._narrow).detach().requires_grad_() for slot in slots.all()
+            slot: slot.of(self._narrow).detach().requires_grad_() for slot in slots.parameters.all()
         }
 
     @property
@@ -56,20 +61,38 @@ class Levels:
         """Whether one more needs other memory than captured steps know."""
         return self._count == len(self._factors) - 1
 
-    def add(self, factors: Tensor) -> int:
-        """A narrower network by its row of factors; the number of its level."""
+    def add(self, factors: Tensor, channels: Mapping[str, int]) -> int:
+        """A narrower network by its factors and its values' channels; the number of its level."""
         if self.is_full:
-            more = torch.ones_like(self._factors)
-            self._factors = torch.cat([self._factors, more])
+            self._factors = torch.cat([self._factors, torch.ones_like(self._factors)])
+            whole = self._channels[-1:].expand_as(self._channels)
+            self._channels = torch.cat([self._channels, whole])
             self.statistics = torch.cat([self.statistics, torch.zeros_like(self.statistics)], 1)
         self._factors[self._count] = factors
+        for value, n in channels.items():
+            self._channels[self._count, self._values.index(value)] = n
         self._count += 1
         return self._count - 1
 
     def there(self, levels: Sequence[int | None]) -> Tensor:
         """By device and place, whether its network has it; None for the whole network."""
-        index = torch.tensor([-1 if level is None else level for level in levels])
-        return self._factors[index.to(self._factors.device)] != 0
+        return self._factors[self._index(levels)] != 0
+
+    def hold(self, levels: Sequence[int | None]) -> Tensor:
+        """The networks that devices have, at which they take steps unless told otherwise.
+
+        Returns what ``there`` does.
+        """
+        self._now.copy_(self._index(levels))
+        return self.there(levels)
+
+    def _index(self, levels: Sequence[int | None]) -> Tensor:
+        rows = [-1 if level is None else level for level in levels]
+        return torch.tensor(rows, device=self._now.device)
+
+    def channels(self) -> dict[str, Tensor]:
+        """Of values, how many channels they have in this step, (device)."""
+        return dict(zip(self._values, self._channels[self._now].t().contiguous(), strict=True))
 
     def begin(self, schedule: NDArray[np.int64], statistics: Tensor) -> None:
         """The levels of a round, (step, device), and what statistics begin with.

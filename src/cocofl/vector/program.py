@@ -58,12 +58,21 @@ class Program:
         self.instructions = _Builder(chain, lowered, self.slots, on).build(self.sites)
         nodes = [i.call for i in self.instructions if isinstance(i, Node)]
         self.layers = [i for one in self.instructions for i in _layers(one)]
+        self._counted = [name for made in self.instructions for name in made.counted]
+        self.channels = self.channels_in(chain)
+        """Of the values whose number of channels matters, how many they have."""
         reads = Counter(slot for made in self.instructions for slot in made.learned)
         # Gradients of the others are summed up on the way.
         self.read_once = frozenset(slot for slot, n in reads.items() if slot is not None and n == 1)
         self.is_capturable = not any(
             node.way == LOOPED and (node.has_modes or node.mixes_samples) for node in nodes
         )
+
+    def channels_in(self, narrow: BlockChain) -> dict[str, int]:
+        """The same for a narrower network, whose values have the same names."""
+        lowered = lower(narrow, keep_dropout=True)
+        shapes = {name: shape for low in lowered for name, shape in low.shapes.items()}
+        return {name: shapes[name][-1] for name in self._counted if name in shapes}
 
     def __call__(self, inputs: tuple[Any, ...], run: Run) -> Any:
         """What the model returns, for all devices."""

@@ -64,6 +64,8 @@ class Run:
     steps_done: Tensor
     table: RoundingTable | None
     on_the_fly: frozenset[Tap]
+    channels: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of values, how many entries of their last axis each device's network has; else all."""
     late: tuple[Beside, frozenset[Slot]] | None = None
     """Where gradients are computed that nobody waits for, and of which parameters."""
     averages: bool = False

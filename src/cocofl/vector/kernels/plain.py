@@ -86,6 +86,17 @@ def back_through_norm(g: Tensor, y: Tensor, rows: Tensor, c: Coefficients, norm:
     return Backward(_valid(gy, rows).to(y.dtype), sum_gy * c.rstd, sum_g)
 
 
+def normalise_leading(x: Tensor, channels: Tensor, eps: float) -> Tensor:
+    """LayerNorm of the leading ``channels``, (device), of the last axis; what follows is 0."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    n = channels.view(-1, *[1] * (x.ndim - 1))
+    there = torch.arange(x.shape[-1], device=x.device) < n
+    mean = torch.where(there, x.to(wide), 0.0).sum(-1, keepdim=True) / n
+    centered = torch.where(there, x - mean, 0.0)
+    variance = centered.square().sum(-1, keepdim=True) / n
+    return (centered * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
 def _valid(x: Tensor, rows: Tensor) -> Tensor:
     """``x`` with the rows that do not count set to zero."""
     inside = torch.arange(x.shape[1], device=x.device) < rows[:, None]

@@ -25,7 +25,7 @@ _WARPS = 8  # of a program that holds a tile of several tensors
 _compiled_once = partial(
     triton.jit,
     do_not_specialize=("n", "turns", "weight_stride", "bias_stride", "threshold"),
-    do_not_specialize_on_alignment=("ACTIVE", "SEED", "WEIGHT", "BIAS"),
+    do_not_specialize_on_alignment=("ACTIVE", "SEED", "WEIGHT", "BIAS", "LEADING"),
 )
 
 
@@ -62,8 +62,17 @@ def _drop(X, Y, SEED, ACTIVE, size, threshold, keep_factor, BN: tl.constexpr):
 
 
 @triton.jit
+def _leading(LEADING, d, channels, COUNTED: tl.constexpr):
+    """How many channels a device's rows have."""
+    if COUNTED:
+        channels = tl.load(LEADING + d)
+    return channels
+
+
+@triton.jit
 def _standard(x, c, channels, eps):
-    """Rows with mean 0 and variance 1, and what they were multiplied with."""
+    """Rows with mean 0 and variance 1, and what they were multiplied with; 0 after ``channels``."""
+    x = tl.where(c < channels, x, 0.0)
     x = x - (tl.sum(x, 1) / channels)[:, None]
     x = tl.where(c < channels, x, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / channels + eps)
@@ -72,10 +81,10 @@ def _standard(x, c, channels, eps):
 
 @_compiled_once
 def _normalise(
-    X, ADDEND, SUM, Y, WEIGHT, BIAS, SEED, ACTIVE, n, channels, weight_stride, bias_stride, eps,
-    threshold, keep_factor,
+    X, ADDEND, SUM, Y, WEIGHT, BIAS, SEED, ACTIVE, LEADING, n, channels, weight_stride,
+    bias_stride, eps, threshold, keep_factor,
     ADDS: tl.constexpr, DROPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BN: tl.constexpr, BC: tl.constexpr,
+    COUNTED: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
@@ -89,7 +98,7 @@ def _normalise(
         x = x + tl.load(ADDEND + at, mask=inside, other=0.0).to(tl.float32)
     if ADDS or DROPS:
         tl.store(SUM + at, x, mask=inside)
-    y, _ = _standard(x, c, channels, eps)
+    y, _ = _standard(x, c, _leading(LEADING, d, channels, COUNTED), eps)
     if HAS_WEIGHT:
         y = y * tl.load(WEIGHT + d * weight_stride + c, mask=c < channels, other=0.0)
     if HAS_BIAS:
@@ -99,12 +108,14 @@ def _normalise(
 
 @_compiled_once
 def _normalise_back(
-    G, SUM, WEIGHT, SEED, ACTIVE, GSUM, GX, GW, GB, n, channels, turns, weight_stride, eps,
-    threshold, keep_factor,
-    DROPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    G, SUM, WEIGHT, SEED, ACTIVE, LEADING, GSUM, GX, GW, GB, n, channels, turns, weight_stride,
+    eps, threshold, keep_factor,
+    DROPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, COUNTED: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, BC)[None, :]
+    leading = _leading(LEADING, d, channels, COUNTED)
     gw = tl.zeros((BN, BC), tl.float32)
     gb = tl.zeros((BN, BC), tl.float32)
     if HAS_WEIGHT:
@@ -115,14 +126,15 @@ def _normalise_back(
         at = (d * n + r) * channels + c
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(SUM + at, mask=inside, other=0.0).to(tl.float32)
-        x, rstd = _standard(x, c, channels, eps)
+        x, rstd = _standard(x, c, leading, eps)
         gw += g * x
         gb += g
         if HAS_WEIGHT:
             g = g * weight
-        shift = (tl.sum(g, 1) / channels)[:, None]
-        slope = (tl.sum(g * x, 1) / channels)[:, None]
-        g = (g - shift - x * slope) * rstd
+        g = tl.where(c < leading, g, 0.0)
+        shift = (tl.sum(g, 1) / leading)[:, None]
+        slope = (tl.sum(g * x, 1) / leading)[:, None]
+        g = tl.where(c < leading, (g - shift - x * slope) * rstd, 0.0)
         tl.store(GSUM + at, g, mask=inside)
         if DROPS:
             g = g * _kept(at, d, SEED, ACTIVE, threshold, keep_factor)
@@ -145,11 +157,15 @@ def normalise(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    channels: Tensor | None = None,
 ) -> Tensor:
-    """LayerNorm over the last axis of ``drop(x) + addend``, with each device's own factors."""
+    """LayerNorm over the last axis of ``drop(x) + addend``, with each device's own factors.
+
+    Of the leading ``channels`` only, (device), where they are given.
+    """
     seed = None if dropping is None else _seed(x)
     result: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-        x, addend, weight, bias, seed, dropping, eps
+        x, addend, weight, bias, seed, dropping, eps, channels
     )
     return result
 
@@ -189,6 +205,7 @@ class _Normalise(torch.autograd.Function):
         seed: Tensor | None,
         dropping: Dropping | None,
         eps: float,
+        leading: Tensor | None,
     ) -> Tensor:
         x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         d, n, channels = len(x), x[0].numel() // x.shape[-1], x.shape[-1]
@@ -197,21 +214,21 @@ class _Normalise(torch.autograd.Function):
         total = torch.empty_like(x) if changes else x
         _normalise[d, triton.cdiv(n, down)](
             x, None if addend is None else addend.contiguous(), total, y, weight, bias, seed,
-            None if dropping is None else dropping.active, n, channels,
+            None if dropping is None else dropping.active, leading, n, channels,
             0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0), eps,
             *_random(dropping), ADDS=addend is not None, DROPS=dropping is not None,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BN=down, BC=across,
-            num_warps=_WARPS,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, COUNTED=leading is not None,
+            BN=down, BC=across, num_warps=_WARPS,
         )  # fmt: skip
         ctx.save_for_backward(total, weight)
-        ctx.seed, ctx.dropping, ctx.eps = seed, dropping, eps
+        ctx.seed, ctx.dropping, ctx.eps, ctx.leading = seed, dropping, eps, leading
         ctx.has_addend, ctx.has_bias = addend is not None, bias is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         total, weight = ctx.saved_tensors
-        dropping, g = ctx.dropping, g.contiguous()
+        dropping, leading, g = ctx.dropping, ctx.leading, g.contiguous()
         d, n, channels = len(g), g[0].numel() // g.shape[-1], g.shape[-1]
         down, across = _blocks(n, channels)
         tiles = triton.cdiv(n, down)
@@ -221,16 +238,18 @@ class _Normalise(torch.autograd.Function):
         shared = torch.empty_like(total)
         gx = shared if dropping is None else torch.empty_like(total)
         _normalise_back[d, chunks](
-            g, total, weight, ctx.seed, None if dropping is None else dropping.active,
+            g, total, weight, ctx.seed, None if dropping is None else dropping.active, leading,
             shared, gx, gw, gb, n, channels, turns, 0 if weight is None else weight.stride(0),
             ctx.eps, *_random(dropping), DROPS=dropping is not None,
-            HAS_WEIGHT=weight is not None, BN=down, BC=across, num_warps=_WARPS,
+            HAS_WEIGHT=weight is not None, COUNTED=leading is not None, BN=down, BC=across,
+            num_warps=_WARPS,
         )  # fmt: skip
         return (
             gx,
             shared if ctx.has_addend else None,
             None if weight is None else gw.sum(1),
             gb.sum(1) if ctx.has_bias else None,
+            None,
             None,
             None,
             None,
