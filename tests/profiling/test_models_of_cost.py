@@ -182,6 +182,7 @@ def test_a_fast_width_table(own: str) -> None:
     assert table.widths == WIDTHS
     assert (np.diff(table.upload) >= 0).all()
     assert table.upload[0] < 0.3
+    assert table.error["measured_configurations"] == 23  # every third, and all levels
 
 
 @pytest.mark.parametrize("variant", ["f", "ff", "qff"])
