@@ -182,6 +182,7 @@ def test_a_fast_width_table(own: str) -> None:
     assert table.widths == WIDTHS
     assert (np.diff(table.upload) >= 0).all()
     assert table.upload[0] < 0.3
+    assert table.error["measured_configurations"] == 23  # every third, and all levels
 
 
 @pytest.mark.parametrize("variant", ["f", "ff", "qff"])
@@ -196,6 +197,19 @@ def test_an_analytic_table_of_every_network(name: str, variant: str, tmp_path: P
     assert all(block.macs >= 0 and block.written_bytes > 0 for block in work)
     last = peak_bytes(work, {len(chain) - 1}, variant, 0)
     assert 0 < last < peak_bytes(work, full, variant, 0)
+
+
+def test_counting_holds_nothing_that_backward_would_need() -> None:
+    chain, inputs, _ = tiny("mobilenet", "f", batch=32)
+    saved = sum(block.saved_bytes for block in block_work(chain, inputs))
+    timeline = recorded(lambda: block_work(chain, inputs))
+    assert timeline.peak(0) < saved / 3
+    assert timeline.alive[-1] < saved / 100
+
+
+def test_two_samples_are_enough_to_split_what_is_counted_with_more(own: str) -> None:
+    few, many = (Settings(own, batch=32).subject.chain(samples=n) for n in (2, None))
+    assert block_work(*few) == block_work(*many)
 
 
 def test_analytic_memory_of_full_training_is_near_the_measured_one() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -44,6 +45,8 @@ DEVICES = {
     "pi4": Device(float32_macs_per_s=12e9, int8_macs_per_s=20e9, bytes_per_s=3e9),
 }
 
+# Where a model can be cut shows with few samples; only counting takes the whole mini-batch.
+_SAMPLES = 2
 _READ_AND_WRITE = 2.0
 # How much of the bytes that float32 operations write is still written in each variant:
 # fusion makes a norm part of its layer; int8 has a quarter of the bytes.
@@ -89,20 +92,21 @@ def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
     net = freeze(chain, Span(0, len(chain)), variant="f")
     net.train()
     counter = _Counter(len(chain))
-    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    seen: set[int] = set(own)
+    # A storage is not kept alive by a weak reference, but its address is not given to another.
+    seen = {StorageWeakRef(p.untyped_storage()) for p in net.parameters()}
 
-    def keep(tensor: Tensor) -> Tensor:
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in seen:
-            seen.add(pointer)
+    def count(tensor: Tensor) -> None:
+        """Let go of what backward would need: none follows, and a tensor that is given to its
+        own node would never be freed."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage not in seen:
+            seen.add(storage)
             counter.saved[counter.block] += tensor.nbytes
-        return tensor
 
     for index, block in enumerate(net.trained):
         block.register_forward_pre_hook(counter.entering(index))
         block.register_forward_hook(counter.leaving(index))
-    with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with counter, torch.autograd.graph.saved_tensors_hooks(count, lambda nothing: nothing):
         net(*inputs)
     state = chain_state(chain)
     work = []
@@ -248,7 +252,7 @@ def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
     if settings.method == "width":
         n_blocks, costs = _width_costs(settings, DEVICES[device])
     else:
-        chain, inputs = settings.subject.chain()
+        chain, inputs = settings.subject.chain(samples=_SAMPLES)
         work, n_blocks = block_work(chain, inputs), len(chain)
         for span in all_spans(n_blocks):
             trained = range(span.start, span.stop)
@@ -271,7 +275,7 @@ def _width_costs(settings: Settings, device: Device) -> tuple[int, dict[Configur
     counted = sorted({*LEVELS, *STEPS[::7], 1.0})
     found, n_blocks = [], 0
     for width in counted:
-        chain, inputs = settings.subject.chain(width)
+        chain, inputs = settings.subject.chain(width, samples=_SAMPLES)
         work, n_blocks = block_work(chain, inputs), len(chain)
         found.append(_cost(work, range(n_blocks), "f", inputs, device))
     seconds, peaks, uploads = (

@@ -29,7 +29,7 @@ from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.measure import uploaded_bytes
 from cocofl.profiling.memory_model import MemoryModel, record_memory
 from cocofl.profiling.subject import training_step
-from cocofl.profiling.sweep import WIDTHS, Progress
+from cocofl.profiling.sweep import LEVELS, WIDTHS, Progress
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
 from cocofl.profiling.timeline import peak_tensor_bytes
 from cocofl.profiling.workspace import Settings, fill_plan, measured_state
@@ -149,10 +149,14 @@ def fast_table(settings: Settings) -> Iterator[Progress | ProfileTable]:
 
 
 def _fast_widths(settings: Settings) -> Iterator[Progress | ProfileTable]:
-    """A few widths measured, the times and peaks of the others interpolated."""
+    """A few widths measured, the times and peaks of the others interpolated.
+
+    Those that the baselines use are measured: time does not grow steadily with width, for some
+    numbers of channels suit the kernels better than their neighbours.
+    """
     picked = np.linspace(0, len(WIDTHS) - 1, MEASURED_WIDTHS).round().astype(int)
     checks = sorted({int(i) for i in (picked[:-1] + picked[1:]) // 2})
-    measured = [WIDTHS[i] for i in sorted({*picked.tolist(), *checks})]
+    measured = sorted({*LEVELS, *(WIDTHS[i] for i in [*picked.tolist(), *checks])})
     peaks: dict[float, int] = {}
     steps: dict[Configuration, Callable[[], None]] = {}
     uploads: dict[float, int] = {}

@@ -61,11 +61,14 @@ class Subject:
             raise InvalidModel(f"{self.model} gave a {type(model).__name__}; expected an nn.Module")
         return model, self._mini_batch(model, example)
 
-    def chain(self, width: float | None = None) -> tuple[BlockChain, Inputs]:
-        """The model split into blocks, and a mini-batch."""
+    def chain(
+        self, width: float | None = None, *, samples: int | None = None
+    ) -> tuple[BlockChain, Inputs]:
+        """The model split into blocks by the look of ``samples`` (or all), and a mini-batch."""
         model, inputs = self.build(width)
-        chain = model if isinstance(model, BlockChain) else split(model, inputs)
-        return chain, inputs
+        if isinstance(model, BlockChain):
+            return model, inputs
+        return split(model, tuple(x[:samples] for x in inputs)), inputs
 
     def _factory(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         if ":" in self.model:
