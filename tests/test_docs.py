@@ -12,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+LENGTHY = {"reports.md", "simulation.md", "technique.md"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LONG = re.compile(
@@ -57,7 +59,15 @@ def with_blocks(pattern: re.Pattern[str]) -> list[Path]:
     return [page for page in PAGES if pattern.search(page.read_text())]
 
 
-@pytest.mark.parametrize("page", with_blocks(BLOCK), ids=lambda page: page.name)
+def by_time(pages: list[Path]) -> list[Any]:
+    """Pages that take some 20 s each, and whose commands other tests run as well, are slow ones."""
+    return [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in LENGTHY else [])
+        for page in pages
+    ]
+
+
+@pytest.mark.parametrize("page", by_time(with_blocks(BLOCK)))
 def test_the_snippets_of_a_page_run_in_order(page: Path, run: Callable[[str, str], None]) -> None:
     for language, code in BLOCK.findall(page.read_text()):
         run(language, code)
