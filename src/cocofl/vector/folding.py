@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from cocofl.freeze.fusion import Affine, affine_of, fold_affine
@@ -93,8 +92,3 @@ def _affine(norm: NormSpec, parameters: Tensor, statistics: Tensor) -> Affine | 
         None if norm.bias is None else norm.bias.of(parameters),
         norm.eps,
     )
-
-
-def pick(choices: Sequence[Tensor], of_device: Tensor) -> Tensor:
-    """(device, …): the row of one of several stacks, the rows of which follow one another."""
-    return torch.cat(list(choices)).index_select(0, of_device)

@@ -45,6 +45,25 @@ class Instruction(ABC):
         """The value, for all devices."""
 
 
+class Named(Instruction):
+    """Goes by the name of a part of it, and belongs to that one's block."""
+
+    @property
+    @abstractmethod
+    def part(self) -> Instruction | NodeCall:
+        """That part."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The value it makes."""
+        return self.part.name
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Whose it is."""
+        return self.part.block
+
+
 class OfOperation(Instruction):
     """Computes what one lowered operation does, under that operation's name."""
 
@@ -124,7 +143,7 @@ class Layer(OfOperation):
 
 
 @dataclass(frozen=True)
-class Linears(Instruction):
+class Linears(Named):
     """Linear layers of the same input: read once where a kernel does that, else in turn."""
 
     layers: tuple[Layer, ...]
@@ -132,14 +151,9 @@ class Linears(Instruction):
     """Whether others read that input, too."""
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """The last value it makes."""
-        return self.layers[-1].name
-
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        """Whose they are."""
-        return self.layers[0].block
+    def part(self) -> Layer:
+        """The layer that makes the last value."""
+        return self.layers[-1]
 
     @property
     def learned(self) -> tuple[Slot | None, ...]:
@@ -389,20 +403,15 @@ _DROPOUTS = {
 
 
 @dataclass(frozen=True)
-class Node(Instruction):
+class Node(Named):
     """Anything else."""
 
     call: NodeCall
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """The value it makes."""
-        return self.call.name
-
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        """Whose it is."""
-        return self.call.block
+    def part(self) -> NodeCall:
+        """See :class:`Named`."""
+        return self.call
 
     @property
     def learned(self) -> tuple[Slot | None, ...]:
@@ -424,7 +433,7 @@ class Node(Instruction):
 
 
 @dataclass(frozen=True)
-class NormaliseSum(Instruction):
+class NormaliseSum(Named):
     """A LayerNorm over channels, and what comes before it if only the norm reads that.
 
     One kernel drops, adds and normalises; without it, one instruction follows the other.
@@ -438,14 +447,9 @@ class NormaliseSum(Instruction):
     addend: str | None
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """The value it makes."""
-        return self.norm.name
-
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        """Whose it is."""
-        return self.norm.block
+    def part(self) -> NormaliseSamples:
+        """See :class:`Named`."""
+        return self.norm
 
     @property
     def learned(self) -> tuple[Slot | None, ...]:

@@ -1,4 +1,4 @@
-"""Elementwise chains around a layer: plain PyTorch anywhere, fused Triton kernels on CUDA."""
+"""What stacked layers compute with: plain PyTorch anywhere, Triton kernels of our own on CUDA."""
 
 from cocofl.vector.kernels.base import Activation, Asked, Backward, Coefficients, Dropping, Norm
 

@@ -62,6 +62,13 @@ def plan_for(x: Tensor) -> Plan:
 
 
 @triton.jit
+def _place(tiles, heads, ROWS: tl.constexpr):
+    """The first row of a program's tile; its head among all, and the sample and head of that."""
+    x = (tl.program_id(0) // tiles).to(tl.int64)
+    return (tl.program_id(0) % tiles) * ROWS, x, x // heads, x % heads
+
+
+@triton.jit
 def _rows(X, first, stride, n, ROWS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr):
     """A tile of rows, zero outside."""
     r = first + tl.arange(0, ROWS)[:, None]
@@ -86,6 +93,13 @@ def _there(MASK, first, k, keys, mask_key, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _kept_of_forward(LSE, DELTA, x, r, queries, up):
+    """Of some queries: the logarithm of their sums, and what their weights must give back."""
+    lse = tl.load(LSE + x * queries + r, mask=r < queries, other=float("inf"))
+    return lse, tl.load(DELTA + x * queries + r, mask=r < queries, other=0.0) * up
+
+
+@triton.jit
 def _power_of_two(LARGEST, x, tiles, BT: tl.constexpr):
     """What a head's gradient is divided by, so that its largest is from 1 to 2; and 1 over it."""
     t = tl.arange(0, BT)
@@ -103,15 +117,12 @@ def _forward(
     MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.program_id(0) % tiles) * BQ
-    x = (tl.program_id(0) // tiles).to(tl.int64)
-    sample, head = x // heads, x % heads
+    first, x, sample, head = _place(tiles, heads, BQ)
     K += sample * k_sample + head * k_head
     V += sample * v_sample + head * v_head
     masked = sample * mask_sample + head * mask_head
-    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC).to(
-        tl.float16
-    )
+    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC)
+    q = q.to(_HELD)
     largest = tl.full((BQ,), -float("inf"), tl.float32)
     total = tl.zeros((BQ,), tl.float32)
     y = tl.zeros((BQ, BC), tl.float32)
@@ -144,16 +155,14 @@ def _prepare(
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """How much each query's weights must give back, and the largest entry of the gradient."""
-    tile = tl.program_id(0) % tiles
-    x = (tl.program_id(0) // tiles).to(tl.int64)
-    sample, head = x // heads, x % heads
-    first, row = tile * BQ, heads * C
+    first, x, sample, head = _place(tiles, heads, BQ)
+    row = heads * C
     g = _rows(G + sample * g_sample + head * g_head, first, g_row, queries, BQ, C, BC)
     y = _rows(OUT + sample * queries * row + head * C, first, row, queries, BQ, C, BC)
     g = g.to(tl.float32)
     r = first + tl.arange(0, BQ)
     tl.store(DELTA + x * queries + r, tl.sum(g * y.to(tl.float32), 1), mask=r < queries)
-    tl.store(LARGEST + x * tiles + tile, tl.max(tl.max(tl.abs(g), 1), 0))
+    tl.store(LARGEST + x * tiles + first // BQ, tl.max(tl.max(tl.abs(g), 1), 0))
 
 
 @_compiled_once
@@ -165,21 +174,17 @@ def _back_queries(
     MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.program_id(0) % tiles) * BQ
-    x = (tl.program_id(0) // tiles).to(tl.int64)
-    sample, head = x // heads, x % heads
+    first, x, sample, head = _place(tiles, heads, BQ)
     K += sample * k_sample + head * k_head
     V += sample * v_sample + head * v_head
     masked = sample * mask_sample + head * mask_head
     down, up = _power_of_two(LARGEST, x, parts, BT)
-    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC).to(
-        tl.float16
-    )
+    q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC)
+    q = q.to(_HELD)
     g = _rows(G + sample * g_sample + head * g_head, first, g_row, queries, BQ, C, BC)
     g = (g.to(tl.float32) * up).to(_HELD)
     r = first + tl.arange(0, BQ)
-    lse = tl.load(LSE + x * queries + r, mask=r < queries, other=float("inf"))
-    delta = tl.load(DELTA + x * queries + r, mask=r < queries, other=0.0) * up
+    lse, delta = _kept_of_forward(LSE, DELTA, x, r, queries, up)
     gq = tl.zeros((BQ, BC), tl.float32)
     for begin in range(0, keys, BK):
         k = _rows(K, begin, k_row, keys, BK, C, BC).to(_HELD)
@@ -204,9 +209,7 @@ def _back_keys(
     MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.program_id(0) % tiles) * BK
-    x = (tl.program_id(0) // tiles).to(tl.int64)
-    sample, head = x // heads, x % heads
+    first, x, sample, head = _place(tiles, heads, BK)
     Q += sample * q_sample + head * q_head
     G += sample * g_sample + head * g_head
     masked = sample * mask_sample + head * mask_head
@@ -221,8 +224,7 @@ def _back_keys(
         g = _rows(G, begin, g_row, queries, BQ, C, BC)
         g = (g.to(tl.float32) * up).to(_HELD)
         r = begin + tl.arange(0, BQ)
-        lse = tl.load(LSE + x * queries + r, mask=r < queries, other=float("inf"))
-        delta = tl.load(DELTA + x * queries + r, mask=r < queries, other=0.0) * up
+        lse, delta = _kept_of_forward(LSE, DELTA, x, r, queries, up)
         s = tl.dot(k, tl.trans(q)) * scale  # (key, query)
         p = tl.where(there[:, None], tl.exp2(s - lse[None, :]), 0.0)
         gv = tl.dot(p.to(_HELD), g, gv)

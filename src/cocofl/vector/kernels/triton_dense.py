@@ -144,8 +144,8 @@ def _convolve(
 @_compiled_once
 def _weight(
     X, G, OUT, ASKED, images, height, width, out_height, out_width, units, outputs, tall, wide,
-    step_h, step_w, pad_h, pad_w, turns, pieces, patch_h, patch_w, zero,
-    UNIT: tl.constexpr, PART: tl.constexpr,
+    step_h, step_w, pad_h, pad_w, turns, pieces, patch_h, patch_w,
+    UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one device's gradient, over one piece of its positions.
@@ -169,7 +169,7 @@ def _weight(
     patch_images = BK // (patch_h * patch_w)
     x_at = ((image * height + u * step_h) * width + v * step_w) * channels
     g_at = ((image * out_height + u) * out_width + v) * outputs
-    x_from = X + zero * PART + d * images * height * width * channels
+    x_from = X + d * images * height * width * channels
     g_from = G + d * images * out_height * out_width * outputs
 
     down, across = tl.cdiv(out_height, patch_h), tl.cdiv(out_width, patch_w)
@@ -361,8 +361,8 @@ def dense_weight(
     unit = gcd(channels, 16)
     _weight[*grid, d * pieces](
         x, g, parts, asked, b, height, width, *g.shape[3:], channels // unit, outputs, *w.shape[3:],
-        *geometry.stride, *geometry.padding, turns, pieces, patch_h, patch_w, 0,
-        UNIT=unit, PART=tile.part(x),
+        *geometry.stride, *geometry.padding, turns, pieces, patch_h, patch_w,
+        UNIT=unit,
         **tile.launch(),
     )  # fmt: skip
     gw = torch.empty(w.shape, device=g.device)
