@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
 from cocofl.engine.narrow import WidthTrial
-from cocofl.errors import InvalidExperiment
+from cocofl.errors import InvalidExperiment, InvalidSetting
 from cocofl.experiment import Run, Setup, simulate, simulate_together
 from cocofl.fl.local import Task, Workshop
+from cocofl.fl.recipe import OPTIMIZERS
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.widths import WidthWork
 from cocofl.freeze import KernelPlan
+from cocofl.models import MODELS
 from cocofl.models.base import narrowed
 from cocofl.models.transformer import Encoder, EncoderLayer, Shape
 from cocofl.runlog import Record
@@ -76,6 +79,79 @@ def test_a_run_of_either_engine_gives_the_same_model(
     for key, tensor in serial.state.items():
         difference = (tensor.double() - cohort.state[key].double()).abs().max()
         assert float(difference) <= tolerance, key
+
+
+class Exact(nn.Module):
+    """A small network that computes in float64."""
+
+    def __init__(self, num_classes: int, width: float) -> None:
+        super().__init__()
+        channels = narrowed(8, width)
+        self.stem = nn.Conv2d(1, channels, 3, stride=2)
+        self.body = nn.Conv2d(channels, channels, 3)
+        self.last = nn.Linear(channels, num_classes)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x.double()))
+        return self.last(F.relu(self.body(x)).flatten(1))
+
+
+def exact(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    return Exact(num_classes, width), torch.rand(4, 1, 8, 8)
+
+
+DESCENTS = [{"optimizer": "sgd", "momentum": 0.5}, {"optimizer": "adam", "lr": 0.01}]
+
+
+@pytest.mark.parametrize("optimizer", DESCENTS, ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("cocofl", {"variant": "f"}),
+        ("cocofl", {"variant": "ff"}),
+        ("fedavg-full", {}),
+        ("heterofl", {}),
+        ("fjord", {}),
+    ],
+)
+def test_two_rounds_in_float64_give_the_same_model(
+    strategy: str,
+    options: dict[str, Any],
+    optimizer: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With clipping, decay, and mini-batches that are not full."""
+    monkeypatch.setitem(MODELS, "exact", exact)  # not tried out, which needs float32
+    changes = {
+        "rounds": 2,
+        "model": {"name": "exact"},
+        "strategy": {"name": strategy, **options},
+        "training": {"batch": 16, "weight_decay": 0.01, "clip": 1.0, **optimizer},
+    }
+    experiment = Experiment.parse(TINY | changes)
+    serial = simulate(experiment, out=tmp_path / "s", executor=InProcess())
+    cohort = simulate(experiment, out=tmp_path / "c", executor=CohortExecutor("cpu", devices=3))
+    assert [r["devices"] for r in serial.rounds] == [r["devices"] for r in cohort.rounds]
+    assert distance(serial, cohort) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"optimizer": "torch.optim:RMSprop"}, "knows the optimizers sgd and adam, not 'torch.op"),
+        ({"optimizer": "adam", "momentum": 0.5}, "adam takes no momentum"),
+        ({"optimizer": "own"}, "knows the optimizers sgd and adam, not 'own'"),
+    ],
+)
+def test_other_optimizers_are_refused(
+    training: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "own", partial(torch.optim.Adam, amsgrad=True))
+    experiment = Experiment.parse(TINY | {"training": training})
+    with pytest.raises(InvalidSetting, match=message):
+        simulate(experiment, out=tmp_path, executor=CohortExecutor("cpu"))
 
 
 class ReadsRows(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from cocofl import BlockChain, Span, freeze
 from cocofl.freeze import State
-from cocofl.vector import DeviceWork, Sgd
+from cocofl.vector import Adam, DeviceWork, Optimizer, Sgd
 
 
 @dataclass(frozen=True)
@@ -40,31 +41,53 @@ def draw_round(
     return Round(works, indices, valid)
 
 
+def with_biases(state: State) -> State:
+    """The state with biases that are not 0.
+
+    Where a norm follows, a bias has no gradient but for rounding, and Adam makes steps as long as
+    any out of that; unless there is a bias to decay.
+    """
+    drawn = torch.Generator().manual_seed(0)
+    return {
+        key: t + 0.1 * torch.randn(t.shape, generator=drawn) if key.endswith("bias") else t
+        for key, t in state.items()
+    }
+
+
+def torch_optimizer(
+    settings: Optimizer, parameters: Iterable[nn.Parameter], lr: float
+) -> torch.optim.Optimizer:
+    """PyTorch's, with these settings."""
+    decay = settings.weight_decay
+    if isinstance(settings, Sgd):
+        return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay)
+    assert isinstance(settings, Adam)
+    return torch.optim.Adam(parameters, lr, weight_decay=decay)
+
+
 def train_one(
     chain: BlockChain,
     state: State,
     work: DeviceWork,
     batches: list[tuple[tuple[Tensor, ...], Tensor]],
-    optimizer: Sgd,
+    settings: Optimizer,
 ) -> tuple[State, float]:
     """What one device sends, and its mean loss."""
     net = freeze(chain, work.span, variant=work.variant, backend="reference", state=state)
     net.train()
     trained = [p for p in net.parameters() if p.requires_grad]
-    sgd = torch.optim.SGD(
-        trained, lr=work.lr, momentum=optimizer.momentum, weight_decay=optimizer.weight_decay
-    )
+    optimizer = torch_optimizer(settings, trained, work.lr)
     total = 0.0
     for i, (inputs, labels) in enumerate(batches):
         if i == len(batches) - 1 and work.variant == "qff":
             net.measure_scales()
-        sgd.zero_grad()
+        optimizer.zero_grad()
         outputs = net(*inputs)
         loss = F.cross_entropy(outputs.flatten(0, -2), labels.flatten())
         loss.backward()
-        if optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(trained, optimizer.clip)
-        sgd.step()
+        if settings.clip is not None:
+            nn.utils.clip_grad_norm_(trained, settings.clip)
+        optimizer.step()
         total += loss.item()
     return net.update().tensors, total / len(batches)
 

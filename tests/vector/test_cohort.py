@@ -12,12 +12,16 @@ from torch import Tensor, nn
 from cocofl import BlockChain, InvalidSetting, Span, chain_state, split
 from cocofl.fl.merge import Contribution, merge
 from cocofl.models import MODELS
-from cocofl.vector import Cohort, DeviceWork, Program, Sgd
-from tests.vector.serial import Round, draw_round, spans_of, train_one
+from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Program, Sgd
+from tests.vector.serial import Round, draw_round, spans_of, train_one, with_biases
 
 BATCH, SAMPLES = 8, 40
 SIZES = [[8, 8, 5], [8, 8], [8, 3], [8, 8, 8], [6]]
 SGD = Sgd(momentum=0.5, weight_decay=0.01, clip=1.0)
+ADAM = Adam(weight_decay=0.01, clip=1.0)
+OPTIMIZERS = pytest.mark.parametrize(
+    ("optimizer", "lr"), [(SGD, 0.05), (ADAM, 0.005)], ids=["sgd", "adam"]
+)
 
 
 def tiny(name: str, dtype: torch.dtype) -> tuple[BlockChain, Tensor, Tensor]:
@@ -37,13 +41,18 @@ def cohort_of(chain: BlockChain, x: Tensor, y: Tensor, devices: int = 5, **more:
 
 
 def serially(
-    chain: BlockChain, state: dict[str, Tensor], one: Round, x: Tensor, y: Tensor
+    chain: BlockChain,
+    state: dict[str, Tensor],
+    one: Round,
+    x: Tensor,
+    y: Tensor,
+    optimizer: Optimizer = SGD,
 ) -> list[tuple[dict[str, Tensor], float]]:
     found = []
     for d, work in enumerate(one.works):
         batches = [one.indices[s, d, :n] for s, n in enumerate(one.valid[:, d]) if n]
         loaded = [((x[i],), y[i]) for i in batches]
-        found.append(train_one(chain, state, work, loaded, SGD))
+        found.append(train_one(chain, state, work, loaded, optimizer))
     return found
 
 
@@ -63,16 +72,18 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max((a[key].double() - b[key].double()).abs().max().item() for key in a)
 
 
+@OPTIMIZERS
 @pytest.mark.parametrize("variant", ["f", "ff"])
 @pytest.mark.parametrize("name", ["mobilenet", "resnet18", "densenet40", "transformer"])
-def test_two_rounds_in_float64(name: str, variant: str) -> None:
+def test_two_rounds_in_float64(name: str, variant: str, optimizer: Optimizer, lr: float) -> None:
     chain, x, y = tiny(name, torch.float64)
-    cohort = cohort_of(chain, x, y, devices=6)  # one place stays empty
-    works = [DeviceWork(s, variant, 0.05 + 0.01 * i) for i, s in enumerate(spans_of(len(chain)))]
-    state = other = chain_state(chain)
+    cohort = cohort_of(chain, x, y, devices=6, optimizer=optimizer)  # one place stays empty
+    works = [DeviceWork(s, variant, lr * (1 + 0.2 * i)) for i, s in enumerate(spans_of(len(chain)))]
+    state = other = with_biases(chain_state(chain))
     for seed in range(2):
         one = draw_round(works, SAMPLES, BATCH, SIZES, seed)
-        expected, found = serially(chain, state, one, x, y), together(cohort, other, one)
+        expected = serially(chain, state, one, x, y, optimizer)
+        found = together(cohort, other, one)
         for (a, loss_a), (b, loss_b) in zip(expected, found, strict=True):
             assert largest_difference(a, b) < 1e-9
             assert loss_a == pytest.approx(loss_b, abs=1e-9)
@@ -109,10 +120,11 @@ def test_devices_of_different_variants_share_a_cohort() -> None:
         assert largest_difference(a, b) < 1e-3
 
 
-def test_what_a_device_freezes_keeps_its_bits() -> None:
+@OPTIMIZERS
+def test_what_a_device_freezes_keeps_its_bits(optimizer: Optimizer, lr: float) -> None:
     chain, x, y = tiny("mobilenet", torch.float32)
-    cohort = cohort_of(chain, x, y)
-    works = [DeviceWork(span, "qff", 0.05) for span in spans_of(len(chain))]
+    cohort = cohort_of(chain, x, y, optimizer=optimizer)
+    works = [DeviceWork(span, "qff", lr) for span in spans_of(len(chain))]
     rows = cohort.rows_of([chain_state(chain)])
     one = draw_round(works, SAMPLES, BATCH, SIZES)
     cohort.train(rows, [frozenset()], works, one.indices, one.valid)

@@ -14,7 +14,7 @@ from cocofl import Span, chain_state, split
 from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.numerics import snap, stacked_grid
-from cocofl.vector import Cohort, DeviceWork, Sgd
+from cocofl.vector import Adam, Cohort, DeviceWork, Sgd
 from cocofl.vector.fused import attention_for, chains_for, linear_for
 from cocofl.vector.kernels import Activation, Dropping
 from cocofl.vector.levels import factor_row
@@ -103,6 +103,21 @@ def test_widths(name: str, ordered: bool) -> None:
     assert made[1].levels is not None
     if ordered and made[0].statistics.numel():
         assert relative(made[0].levels.statistics, made[1].levels.statistics) < 1e-3
+
+
+def test_adam_in_a_captured_graph() -> None:
+    found = []
+    for capture in (True, False):
+        adam = Adam(weight_decay=0.01, clip=1.0)
+        (_, cohort), state = cohorts("transformer", optimizer=adam, capture=capture)
+        n = cohort.program.n_blocks
+        spans = [Span(0, n), Span(0, 1), Span(n - 1, n), Span(1, n), Span(0, n)]
+        works = [DeviceWork(span, "ff", 0.005) for span in spans]
+        for _ in range(2):  # the second from a captured graph
+            cohort.train(cohort.rows_of([state]), [frozenset()], works, *mini_batches(5))
+            found.append(cohort.parameters.clone())
+    assert not torch.equal(found[0], cohort.rows_of([state]).parameters)
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def test_statistics() -> None:

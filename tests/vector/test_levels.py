@@ -15,9 +15,9 @@ from cocofl import chain_state, split
 from cocofl.fl.merge import Contribution, merge_nested
 from cocofl.models import MODELS
 from cocofl.models.widths import places
-from cocofl.vector import Cohort, DeviceWork, Sgd
+from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Sgd
 from cocofl.vector.levels import factor_row
-from tests.vector.serial import Round, draw_round
+from tests.vector.serial import Round, draw_round, torch_optimizer, with_biases
 
 WIDTHS = (0.25, 0.5, 1.0)
 BATCH, SAMPLES, LR = 8, 40, 0.05
@@ -26,7 +26,14 @@ NETWORKS = [
     "mobilenet", "mobilenet-groupnorm", "resnet18", "densenet40", "transformer",
     "transformer-seq2seq",
 ]  # fmt: skip
-SGD = Sgd(momentum=0.5, weight_decay=0.01, clip=1.0)
+OPTIMIZERS = pytest.mark.parametrize(
+    ("optimizer", "lr"),
+    [
+        (Sgd(momentum=0.5, weight_decay=0.01, clip=1.0), LR),
+        (Adam(weight_decay=0.01, clip=1.0), LR / 10),
+    ],
+    ids=["sgd", "adam"],
+)
 
 
 @cache
@@ -55,7 +62,7 @@ def add_level(cohort: Cohort, full: nn.Module, narrow: nn.Module, x: Tensor) -> 
 
 def alone(
     name: str, state: dict[str, Tensor], one: Round, device: int, widths: list[float], x: Tensor,
-    y: Tensor,
+    y: Tensor, settings: Optimizer,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Parameters of the widest network after steps at ``widths``, each a slice of it."""
     widest = network(name, WIDTHS[device])
@@ -63,9 +70,7 @@ def alone(
     parameters = {
         key: nn.Parameter(state[key][at[key]].clone()) for key, _ in widest.named_parameters()
     }
-    optimizer = torch.optim.SGD(
-        parameters.values(), lr=LR, momentum=SGD.momentum, weight_decay=SGD.weight_decay
-    )
+    optimizer = torch_optimizer(settings, parameters.values(), one.works[device].lr)
     for step, width in enumerate(widths):
         chosen = one.indices[step, device, : one.valid[step, device]]
         model = network(name, width).train()
@@ -80,9 +85,10 @@ def alone(
     return {key: p.detach() for key, p in parameters.items()}
 
 
+@OPTIMIZERS
 @pytest.mark.parametrize("ordered", [False, True], ids=["heterofl", "fjord"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_two_rounds_in_float64(name: str, ordered: bool) -> None:
+def test_two_rounds_in_float64(name: str, ordered: bool, optimizer: Optimizer, lr: float) -> None:
     full = network(name, 1.0)
     x = samples(full)
     y = torch.randint(0, 10, (SAMPLES,), generator=torch.Generator().manual_seed(0))
@@ -92,15 +98,15 @@ def test_two_rounds_in_float64(name: str, ordered: bool) -> None:
         lambda i: ((x[i],), y[i]),
         devices=4,
         batch=BATCH,
-        optimizer=SGD,
+        optimizer=optimizer,
         precision="fp32",
     )
     slots = cohort.program.slots.parameters
     where = {width: places(full, network(name, width)) for width in WIDTHS}
     for width in WIDTHS:
         add_level(cohort, full, network(name, width), x)
-    works = [DeviceWork(cohort.everything, "f", LR, level=level) for level in range(3)]
-    state = other = chain_state(chain)
+    works = [DeviceWork(cohort.everything, "f", lr, level=level) for level in range(3)]
+    state = other = with_biases(chain_state(chain))
     for seed in range(2):
         one = draw_round(works, SAMPLES, BATCH, SIZES, seed)
         schedule: NDArray[np.int64] = np.tile(np.arange(3), (3, 1))
@@ -112,7 +118,7 @@ def test_two_rounds_in_float64(name: str, ordered: bool) -> None:
         expected, found = [], []
         for d, width in enumerate(WIDTHS):
             widths = [WIDTHS[level] for level in schedule[:, d]]
-            a = alone(name, state, one, d, widths, x, y)
+            a = alone(name, state, one, d, widths, x, y, optimizer)
             b = {
                 key: slots.by_key[key].of(cohort.parameters)[d][where[width][key]].clone()
                 for key in a

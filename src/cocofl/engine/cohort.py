@@ -31,7 +31,7 @@ from cocofl.fl.strategies import Merge
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.span import Span
-from cocofl.vector import Cohort, DeviceWork, Program, Rows, Sgd, losses
+from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Program, Rows, Sgd, losses
 from cocofl.vector.agreement import disagreement
 from cocofl.vector.memory import devices_that_fit
 from cocofl.vector.precision import Precision
@@ -352,8 +352,8 @@ class CohortExecutor:
                     devices=devices,
                     batch=recipe.batch,
                     on=self._on,
-                    optimizer=_sgd(recipe),
-                    loss=_stacked(self._workshop.loss),
+                    optimizer=_stacked_optimizer(recipe),
+                    loss=_stacked_loss(self._workshop.loss),
                     precision=self._precision,
                     program=program,
                 )
@@ -392,16 +392,23 @@ def _mini_batches(
     return indices, valid
 
 
-def _sgd(recipe: Recipe) -> Sgd:
-    if recipe.optimizer != "sgd":
+def _stacked_optimizer(recipe: Recipe) -> Optimizer:
+    kind, decay = recipe.optimizer_class(), recipe.weight_decay
+    if kind is torch.optim.SGD:
+        return Sgd(momentum=recipe.momentum, weight_decay=decay, clip=recipe.clip)
+    if kind is not torch.optim.Adam:
         raise InvalidSetting(
-            f"the cohort engine knows the optimizer sgd, not {recipe.optimizer!r}; "
+            f"the cohort engine knows the optimizers sgd and adam, not {recipe.optimizer!r}; "
             'use engine.kind = "serial"'
         )
-    return Sgd(recipe.momentum, recipe.weight_decay, recipe.clip)
+    if recipe.momentum:
+        raise InvalidSetting(
+            f"adam takes no momentum, and training.momentum is {recipe.momentum}; set it to 0"
+        )
+    return Adam(weight_decay=decay, clip=recipe.clip)
 
 
-def _stacked(loss: Loss) -> losses.StackedLoss:
+def _stacked_loss(loss: Loss) -> losses.StackedLoss:
     return losses.cross_entropy if loss is cross_entropy else losses.one_by_one(loss)
 
 

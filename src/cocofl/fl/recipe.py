@@ -46,6 +46,10 @@ class Recipe:
         """The loss by its name, or the user's own."""
         return lookup(self.loss, LOSSES, "loss", InvalidSetting)
 
+    def optimizer_class(self) -> Callable[..., torch.optim.Optimizer]:
+        """The optimizer by its name, or the user's own."""
+        return lookup(self.optimizer, OPTIMIZERS, "optimizer", InvalidSetting)
+
     def descend(
         self, parameters: Iterable[nn.Parameter], losses: Iterator[Tensor], lr: float
     ) -> float:
@@ -66,12 +70,11 @@ class Recipe:
         return total / max(count, 1)
 
     def _optimizer(self, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        make = lookup(self.optimizer, OPTIMIZERS, "optimizer", InvalidSetting)
         settings = {"lr": lr, "weight_decay": self.weight_decay}
         if self.momentum:
             settings["momentum"] = self.momentum
         try:
-            return make(parameters, **settings)
+            return self.optimizer_class()(parameters, **settings)
         except TypeError as error:
             raise InvalidSetting(
                 f"the optimizer {self.optimizer!r} cannot take {', '.join(settings)}: {error}"

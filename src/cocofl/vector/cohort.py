@@ -29,7 +29,7 @@ from cocofl.vector.instructions import Layer
 from cocofl.vector.levels import Levels
 from cocofl.vector.losses import StackedLoss, cross_entropy
 from cocofl.vector.maps import Weights
-from cocofl.vector.optimizer import Sgd
+from cocofl.vector.optimizer import Optimizer, Sgd
 from cocofl.vector.precision import Precision
 from cocofl.vector.program import Program
 from cocofl.vector.rounding import RoundingPlan, RoundingTable, Tap
@@ -111,7 +111,7 @@ class Cohort:
         devices: int,
         batch: int,
         on: torch.device | str = "cpu",
-        optimizer: Sgd | None = None,
+        optimizer: Optimizer | None = None,
         loss: StackedLoss = cross_entropy,
         precision: str = "tf32",
         headroom: float = HEADROOM,
@@ -132,7 +132,7 @@ class Cohort:
 
         self.parameters = rows(slots.parameters.size)
         self.statistics = rows(slots.statistics.size)
-        self._velocity = rows(slots.parameters.size) if self._optimizer.momentum else None
+        self._remembered = self._optimizer.memory(self.parameters)
         self._leaves = {
             slot: slot.of(self.parameters).detach().requires_grad_()
             for slot in slots.parameters.all()
@@ -313,8 +313,7 @@ class Cohort:
         self.measured.fill_(torch.nan)
         self.losses.zero_()
         self._steps_done.zero_()
-        if self._velocity is not None:
-            self._velocity.zero_()
+        self._optimizer.begin(self._remembered)
         self._lr.copy_(torch.tensor([work.lr for work in everyone], dtype=self._lr.dtype))
         roles = _role_masks(everyone, self.program.n_blocks)
         for kind, mask in roles.items():
@@ -390,7 +389,7 @@ class Cohort:
             self.levels.settle(gradients, self.statistics)
         self.losses += torch.where(self._valid > 0, losses.detach().double(), 0.0)
         self._optimizer.step(
-            self.parameters, gradients, self._velocity, self._lr, self._learns, self._valid
+            self.parameters, gradients, self._remembered, self._lr, self._learns, self._valid
         )
         self._steps_done += 1
 

@@ -1,7 +1,8 @@
-"""Stochastic gradient descent on rows of parameters: one device per row, each with its own rate."""
+"""Descent on rows of parameters: one device per row, each with its own rate."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -9,20 +10,36 @@ from torch import Tensor
 
 from cocofl.vector.fused import kernels_for, runs_on
 
+_BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # PyTorch's defaults for Adam
 
-@dataclass(frozen=True)
-class Sgd:
-    """The settings of ``torch.optim.SGD``, and clipping of each device's gradient."""
 
-    momentum: float = 0.0
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(ABC):
+    """The settings that all have: what is added to gradients, and where they are clipped before.
+
+    What an optimizer remembers between steps are tensors with a row per device; they stay where
+    they are, so that captured steps find them.
+    """
+
     weight_decay: float = 0.0
     clip: float | None = None
+    """The largest norm of a device's gradient."""
 
+    @abstractmethod
+    def memory(self, parameters: Tensor) -> tuple[Tensor, ...]:
+        """Room for what it remembers."""
+
+    def begin(self, memory: tuple[Tensor, ...]) -> None:
+        """Forget everything: a round begins."""
+        for tensor in memory:
+            tensor.zero_()
+
+    @abstractmethod
     def step(
         self,
         parameters: Tensor,
         gradients: Tensor,
-        velocity: Tensor | None,
+        memory: tuple[Tensor, ...],
         lr: Tensor,
         learns: Tensor,
         valid: Tensor,
@@ -31,18 +48,80 @@ class Sgd:
 
         A device without ``valid`` samples rests.
         """
-        if self.clip is None and velocity is None and runs_on(parameters):
-            run = kernels_for(parameters)
-            run.sgd(parameters, gradients, learns, valid, lr, self.weight_decay)
-            return
-        learns = learns & (valid > 0)[:, None]
+
+    def _prepared(self, gradients: Tensor, parameters: Tensor, learns: Tensor) -> Tensor:
         if self.clip is not None:
             norm = torch.where(learns, gradients, 0.0).square().sum(1, keepdim=True).sqrt()
             gradients = gradients * (self.clip / (norm + 1e-6)).clamp_max(1.0)
         if self.weight_decay:
             gradients = gradients.add(parameters, alpha=self.weight_decay)
-        if velocity is not None:
+        return gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd(Optimizer):
+    """As ``torch.optim.SGD``."""
+
+    momentum: float = 0.0
+
+    def memory(self, parameters: Tensor) -> tuple[Tensor, ...]:
+        """The velocity, where there is momentum."""
+        return (torch.zeros_like(parameters),) if self.momentum else ()
+
+    def step(
+        self,
+        parameters: Tensor,
+        gradients: Tensor,
+        memory: tuple[Tensor, ...],
+        lr: Tensor,
+        learns: Tensor,
+        valid: Tensor,
+    ) -> None:
+        """In one pass over memory where that is possible."""
+        if self.clip is None and not memory and runs_on(parameters):
+            run = kernels_for(parameters)
+            run.sgd(parameters, gradients, learns, valid, lr, self.weight_decay)
+            return
+        learns = learns & (valid > 0)[:, None]
+        gradients = self._prepared(gradients, parameters, learns)
+        for velocity in memory:
             velocity.copy_(torch.where(learns, velocity * self.momentum + gradients, velocity))
             gradients = velocity
         moved = torch.addcmul(parameters, gradients, lr[:, None], value=-1)
+        parameters.copy_(torch.where(learns, moved, parameters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """As ``torch.optim.Adam``."""
+
+    def memory(self, parameters: Tensor) -> tuple[Tensor, ...]:
+        """How many steps each device took, and running means of gradients and their squares."""
+        # In float32 the corrections of the first steps would be off in the fifth digit.
+        steps = torch.zeros(len(parameters), dtype=torch.float64, device=parameters.device)
+        return steps, torch.zeros_like(parameters), torch.zeros_like(parameters)
+
+    def step(
+        self,
+        parameters: Tensor,
+        gradients: Tensor,
+        memory: tuple[Tensor, ...],
+        lr: Tensor,
+        learns: Tensor,
+        valid: Tensor,
+    ) -> None:
+        """A device that rests counts no step."""
+        steps, mean, square = memory
+        steps += valid > 0
+        learns = learns & (valid > 0)[:, None]
+        gradients = self._prepared(gradients, parameters, learns)
+        mean.copy_(torch.where(learns, torch.lerp(mean, gradients, 1 - _BETA1), mean))
+        squared = torch.addcmul(square * _BETA2, gradients, gradients, value=1 - _BETA2)
+        square.copy_(torch.where(learns, squared, square))
+
+        taken = steps.clamp_min(1.0)
+        rate = (lr / (1 - _BETA1**taken)).to(parameters.dtype)
+        spread = (1 - _BETA2**taken).sqrt().to(parameters.dtype)
+        direction = mean / (square.sqrt() / spread[:, None] + _EPS)
+        moved = torch.addcmul(parameters, direction, rate[:, None], value=-1)
         parameters.copy_(torch.where(learns, moved, parameters))
