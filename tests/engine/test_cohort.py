@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from cocofl.engine.narrow import WidthTrial
 from cocofl.errors import InvalidExperiment, InvalidSetting
 from cocofl.experiment import Run, Setup, simulate, simulate_together
 from cocofl.fl.local import Task, Workshop
+from cocofl.fl.merge import merge_nested
 from cocofl.fl.recipe import OPTIMIZERS
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.widths import WidthWork
@@ -50,7 +52,7 @@ STRATEGIES = [
     ("fedavg-full", {}, 1e-5),
     ("heterofl", {}, 1e-5),
     ("heterofl", {"scaler": True}, 1e-5),
-    ("heterofl", {"masked": True}, 1e-6),  # trained by the serial code
+    ("heterofl", {"masked": True}, 1e-5),
     ("fjord", {}, 1e-5),
     ("fjord", {"distillation": 0.5}, 0.0),  # all of it by the serial code
 ]
@@ -112,6 +114,8 @@ DESCENTS = [{"optimizer": "sgd", "momentum": 0.5}, {"optimizer": "adam", "lr": 0
         ("cocofl", {"variant": "ff"}),
         ("fedavg-full", {}),
         ("heterofl", {}),
+        ("heterofl", {"masked": True}),
+        ("heterofl", {"masked": True, "scaler": True}),
         ("fjord", {}),
     ],
 )
@@ -135,6 +139,63 @@ def test_two_rounds_in_float64_give_the_same_model(
     cohort = simulate(experiment, out=tmp_path / "c", executor=CohortExecutor("cpu", devices=3))
     assert [r["devices"] for r in serial.rounds] == [r["devices"] for r in cohort.rounds]
     assert distance(serial, cohort) < 1e-9
+
+
+def test_of_classes_that_nobody_has_the_classifier_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "exact", exact)
+    training = {"batch": 16, "momentum": 0.5, "weight_decay": 0.01}
+    job = Setup(Experiment.parse(TINY | {"model": {"name": "exact"}, "training": training})).job()
+    labels, shop = job.materials.train.labels, Workshop(job.materials)
+    classes, widths = [(1, 4), (4, 7), (1, 4, 9)], (0.5, 1.0, 0.25)
+    states = []
+    for executor in (InProcess(), CohortExecutor("cpu", devices=2)):
+        executor.prepare(job.materials, KernelPlan())
+        state = job.initial
+        for round_index in range(2):
+            tasks = [
+                Task(
+                    seed=0,
+                    round_index=round_index,
+                    device=device,
+                    indices=np.flatnonzero(np.isin(labels, own))[: 40 + 5 * device],
+                    work=WidthWork(width, masked=True),
+                    lr=0.1,
+                )
+                for device, (own, width) in enumerate(zip(classes, widths, strict=True))
+            ]
+            sent = executor.train(tasks, state)
+            state = executor.merger(merge_nested)(state, sent, shop.places)
+        states.append(state)
+        executor.close()
+    serial, cohort = states
+    assert all(float((serial[key] - cohort[key]).abs().max()) < 1e-9 for key in serial)
+    for key in ("last.weight", "last.bias"):
+        stays = [torch.equal(a, b) for a, b in zip(cohort[key], job.initial[key], strict=True)]
+        assert np.flatnonzero(stays).tolist() == [0, 2, 3, 5, 6, 8]
+
+
+def two_heads(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(64, 8)
+            self.one, self.two = nn.Linear(8, num_classes), nn.Linear(8, num_classes)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = F.relu(self.body(x.flatten(1)))
+            return self.one(x), self.two(x)
+
+    return TwoHeads(), torch.rand(4, 1, 8, 8)
+
+
+def test_only_scores_can_be_masked() -> None:
+    def trial(name: str) -> WidthTrial:
+        experiment = Experiment.parse(TINY | {"model": {"name": f"{__name__}:{name}"}})
+        return WidthTrial(Workshop(Setup(experiment).job().materials))
+
+    assert trial("reads_rows").can(WidthWork(0.5, masked=True))
+    assert trial("two_heads").can(WidthWork(1.0))
+    assert not trial("two_heads").can(WidthWork(1.0, masked=True))
 
 
 @pytest.mark.parametrize(

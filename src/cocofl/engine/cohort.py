@@ -234,13 +234,14 @@ class CohortExecutor:
         cohort.train(rows, [frozenset()] * len(states), works, indices, valid, levels)
         means, sound = cohort.losses.tolist(), _are_finite(cohort)
         for d, task in enumerate(tasks):
-            own = self._narrow.narrowed(task, d, schedule, valid[:, d])
+            own = self._narrow.narrowed(task, works[d], d, schedule, valid[:, d])
             own = own.clone() if copies else own
             yield _Sent(
                 tensors=_NarrowTensors(partial(self._narrow.tensors, own), own),
                 samples=len(task.indices),
                 loss=means[d],
                 width=self._narrow.width(own.level),
+                rows=self._narrow.voting_rows(own),
                 size_bytes=self._narrow.sent_bytes(own),
                 sound=sound[d] and bool(np.isfinite(means[d])),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -13,12 +13,19 @@ from torch import Tensor
 
 from cocofl.fl.local import Task, Work, Workshop
 from cocofl.fl.merge import State
-from cocofl.fl.widths import OrderedWork, WidthWork, scaled_layers, statistics_key
+from cocofl.fl.widths import (
+    OrderedWork,
+    WidthWork,
+    classifier_keys,
+    scaled_layers,
+    statistics_key,
+)
 from cocofl.models import MODELS
 from cocofl.models.widths import Place
 from cocofl.vector import Cohort, DeviceWork, Rows
 from cocofl.vector.agreement import Narrowing
 from cocofl.vector.levels import factor_row
+from cocofl.vector.program import score_count
 from cocofl.vector.slots import Slots
 
 
@@ -31,6 +38,8 @@ class Narrowed:
     parameters: Tensor
     statistics: Mapping[int, Tensor]
     """By level; of those at which it took steps."""
+    classes: tuple[int, ...] | None = None
+    """Of the classifier only their rows count; None for all."""
 
     def clone(self) -> Narrowed:
         """A copy, which stays when the cohort trains again."""
@@ -58,14 +67,19 @@ class WidthTrial:
     def can(self, work: Work) -> bool:
         """Whether the stacked computation does what the work asks for.
 
-        Losses of some classes only, distillation, and networks in which a width changes what the
-        cohort does not know of, are left to the serial code.
+        Distillation, masked losses of anything but scores, and networks in which a width changes
+        what the cohort does not know of, are left to the serial code.
         """
         if isinstance(work, WidthWork):
-            return not work.masked and self._agrees(work.width)
+            return (not work.masked or self._gives_scores) and self._agrees(work.width)
         if isinstance(work, OrderedWork):
             return not work.distillation and all(map(self._agrees, work.widths))
         return False
+
+    @cached_property
+    def _gives_scores(self) -> bool:
+        classes = self._workshop.materials.train.facts.num_classes
+        return (score_count(self._workshop.chain()) or 0) >= classes
 
     def _agrees_at(self, width: float) -> bool:
         shop = self._workshop
@@ -99,13 +113,15 @@ class NarrowNetworks:
 
     def work(self, task: Task) -> DeviceWork:
         """What a device does, in the cohort's terms."""
-        work, everything = task.work, self._cohort.everything
+        work, present = task.work, None
         if isinstance(work, WidthWork):
             level = self.level(work.width, scaled=work.scaler)
+            present = work.present(self._workshop, task)
         else:
             assert isinstance(work, OrderedWork)
             level = self.level(work.widths[-1])
-        return DeviceWork(everything, "f", task.lr, level=level)
+        classes = None if present is None else tuple(present.tolist())
+        return DeviceWork(self._cohort.everything, "f", task.lr, level=level, classes=classes)
 
     def schedule(self, tasks: Sequence[Task], steps: int) -> NDArray[np.int64] | None:
         """At which level each step is taken; None where all steps are at what a device holds."""
@@ -137,16 +153,21 @@ class NarrowNetworks:
         return torch.stack(rows).to(self._cohort.statistics)
 
     def narrowed(
-        self, task: Task, device: int, schedule: NDArray[np.int64] | None, valid: NDArray[np.int64]
+        self,
+        task: Task,
+        work: DeviceWork,
+        device: int,
+        schedule: NDArray[np.int64] | None,
+        valid: NDArray[np.int64],
     ) -> Narrowed:
         """A device's update; its tensors stay valid until the cohort trains again."""
         levels, statistics = self._cohort.levels, {}
         if isinstance(task.work, OrderedWork) and schedule is not None and levels is not None:
             drawn = np.unique(schedule[valid > 0, device]).tolist()
             statistics = {level: levels.statistics[device, level] for level in drawn}
-        level, parameters = self.work(task).level, self._cohort.parameters[device]
-        assert level is not None
-        return Narrowed(level, len(task.indices), parameters, statistics)
+        assert work.level is not None
+        parameters = self._cohort.parameters[device]
+        return Narrowed(work.level, len(task.indices), parameters, statistics, work.classes)
 
     def width(self, level: int) -> float:
         """How wide a level is."""
@@ -172,17 +193,37 @@ class NarrowNetworks:
             found |= {statistics_key(key, self.width(level)): t for key, t in sent.items()}
         return found
 
+    def voting_rows(self, own: Narrowed) -> dict[str, NDArray[np.int64]]:
+        """What :class:`cocofl.fl.merge.Contribution` calls rows."""
+        if own.classes is None:
+            return {}
+        return dict.fromkeys(classifier_keys(self._workshop), np.array(own.classes))
+
+    def _votes(self, own: Narrowed) -> Tensor:
+        """By place of a row of parameters, how many samples a device speaks for."""
+        assert self._cohort.levels is not None
+        votes = self._cohort.levels.there([own.level])[0] * float(own.samples)
+        slots = self._cohort.program.slots.parameters.by_key
+        places = self._workshop.places(self.width(own.level))
+        for key, rows in self.voting_rows(own).items():
+            if key in slots:
+                place, there = places[key], slots[key].of(votes[None])[0]
+                held = there[place].clone()
+                silent = np.setdiff1d(np.arange(len(held)), rows)
+                held[torch.from_numpy(silent)] = 0.0
+                there[place] = held
+        return votes
+
     def merge(
         self, state: Mapping[str, Tensor], old: Rows, sent: Iterable[Narrowed]
     ) -> tuple[State, Rows]:
         """What :func:`cocofl.fl.merge.merge_nested` gives, from rows; and the new rows."""
-        cohort, levels = self._cohort, self._cohort.levels
+        cohort = self._cohort
         sums = torch.zeros_like(old.parameters[0], dtype=torch.float64)
         weights = torch.zeros_like(sums)
         tracked: dict[int, tuple[Tensor, int]] = {}
         for one in sent:
-            assert levels is not None
-            votes = levels.there([one.level])[0] * float(one.samples)
+            votes = self._votes(one)
             sums += one.parameters.double() * votes
             weights += votes
             for level, statistics in one.statistics.items():

@@ -48,13 +48,17 @@ class WidthWork:
         else:
             net = workshop.whole_network(narrow, self.width)
         net.train()
-        present = np.unique(workshop.materials.train.labels[task.indices]) if self.masked else None
+        present = self.present(workshop, task)
         losses = self._losses(net, workshop, task, present)
         loss = workshop.recipe.descend(net.parameters(), losses, task.lr)
         learned = dict(workshop.model(self.width).named_parameters())
         sent = {key: t for key, t in net.update().tensors.items() if key in learned}
-        rows = {} if present is None else dict.fromkeys(_classifier_keys(workshop), present)
+        rows = {} if present is None else dict.fromkeys(classifier_keys(workshop), present)
         return Contribution(sent, len(task.indices), loss, self.width, rows)
+
+    def present(self, workshop: Workshop, task: Task) -> Ints | None:
+        """The classes that a device has; None where all count."""
+        return np.unique(workshop.materials.train.labels[task.indices]) if self.masked else None
 
     def _losses(
         self, net: FrozenNet, workshop: Workshop, task: Task, present: Ints | None
@@ -157,7 +161,7 @@ def _own_statistics(model: nn.Module, state: Mapping[str, Tensor], width: float)
     }
 
 
-def _classifier_keys(workshop: Workshop) -> list[str]:
+def classifier_keys(workshop: Workshop) -> list[str]:
     """The tensors of the last layer with one row per class."""
     classes = workshop.materials.train.facts.num_classes
     layers = [

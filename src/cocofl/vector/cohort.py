@@ -27,7 +27,7 @@ from cocofl.vector.folding import FoldedLayer, fold_layers
 from cocofl.vector.graphs import Graphs
 from cocofl.vector.instructions import Layer
 from cocofl.vector.levels import Levels
-from cocofl.vector.losses import StackedLoss, cross_entropy
+from cocofl.vector.losses import StackedLoss, cross_entropy, of_classes
 from cocofl.vector.maps import Weights
 from cocofl.vector.optimizer import Optimizer, Sgd
 from cocofl.vector.precision import Precision
@@ -54,6 +54,8 @@ class DeviceWork(NamedTuple):
     """Which of the round's states it begins with."""
     level: int | None = None
     """Which of the cohort's narrower networks it holds; None for the whole one."""
+    classes: tuple[int, ...] | None = None
+    """Whose scores count in its loss; None for all."""
 
 
 class Rows(NamedTuple):
@@ -98,6 +100,8 @@ class _Traits:
     """Whether each step is taken at a level of its own."""
     averages: bool = False
     """Whether norms take plain means over mini-batches, whatever their momentum."""
+    masked: bool = False
+    """Whether some scores do not count in the losses."""
 
 
 class Cohort:
@@ -151,6 +155,7 @@ class Cohort:
         self._own = torch.zeros_like(self._learns)
         self._nothing = rows(64)
         self._unused: set[Slot] = set()
+        self._present = rows(self.program.scores or 0, 1.0)
         self._lr = torch.zeros(d, dtype=slots.dtype, device=self.on)
         self._indices = torch.zeros(d, batch, dtype=torch.long, device=self.on)
         self._valid = torch.zeros(d, dtype=torch.int32, device=self.on)
@@ -250,7 +255,13 @@ class Cohort:
         """
         traits = self._begin(states, known, works)
         room = self.devices - len(works)
-        traits = replace(traits, narrow=any(work.level is not None for work in works))
+        traits = replace(
+            traits,
+            narrow=any(work.level is not None for work in works),
+            masked=any(work.classes is not None for work in works),
+        )
+        if traits.masked:
+            self._mark_present(works)
         if levels is not None:
             assert self.levels is not None
             traits = replace(traits, levels=True)
@@ -268,6 +279,14 @@ class Cohort:
             self._graphs.run((traits, measures), partial(self._step, traits, measures, modes, host))
         taken = np.maximum((counts > 0).sum(0), 1)
         self.losses /= torch.from_numpy(taken).to(self.on)
+
+    def _mark_present(self, works: Sequence[DeviceWork]) -> None:
+        present = torch.ones(self._present.shape)
+        for row, work in zip(present, works, strict=False):
+            if work.classes is not None:
+                row.zero_()
+                row[list(work.classes)] = 1.0
+        self._present.copy_(present)
 
     def measure_statistics(
         self, states: Rows, indices: NDArray[np.int64], valid: NDArray[np.int64]
@@ -377,6 +396,8 @@ class Cohort:
                 leaves = self.levels.narrowed(self.parameters, self.statistics)
             run = self._run(leaves, traits, measures, modes, counts)
             outputs = self.program(inputs, run)
+            if traits.masked:
+                outputs = of_classes(outputs, self._present)
             losses = self._loss(outputs, labels, self._valid, counts)
             slots = list(leaves)
             found = torch.autograd.grad(

@@ -25,6 +25,11 @@ def cross_entropy(outputs: Tensor, labels: Tensor, valid: Tensor, _counts: Any =
     return total / (valid.clamp_min(1) * each.shape[2])
 
 
+def of_classes(scores: Tensor, present: Tensor) -> Tensor:
+    """With 0, which gets no gradient, for classes that are not ``present``, (device, class)."""
+    return scores * present.view(len(present), *[1] * (scores.ndim - 2), -1)
+
+
 def one_by_one(loss: Callable[[Any, Tensor], Tensor]) -> StackedLoss:
     """Any loss of one device's outputs and labels."""
 

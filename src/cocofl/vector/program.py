@@ -61,6 +61,7 @@ class Program:
         self._counted = [name for made in self.instructions for name in made.counted]
         self.channels = self.channels_in(chain)
         """Of the values whose number of channels matters, how many they have."""
+        self.scores = score_count(chain)
         reads = Counter(slot for made in self.instructions for slot in made.learned)
         # Gradients of the others are summed up on the way.
         self.read_once = frozenset(slot for slot, n in reads.items() if slot is not None and n == 1)
@@ -82,6 +83,15 @@ class Program:
         return pytree.tree_map(
             lambda leaf: env[leaf] if isinstance(leaf, ValueName) else leaf, self._outputs
         )
+
+
+def score_count(chain: BlockChain) -> int | None:
+    """How many scores a network gives, where it returns nothing but a tensor of them."""
+    lowered = lower(chain, keep_dropout=True)
+    shapes = {name: shape for low in lowered for name, shape in low.shapes.items()}
+    returned = lowered[-1].outputs
+    shape = shapes.get(returned, ()) if isinstance(returned, ValueName) else ()
+    return shape[-1] if len(shape) > 1 else None
 
 
 def _layers(one: Instruction) -> tuple[Layer | Normalise, ...]:
