@@ -49,7 +49,7 @@ STRATEGIES = [
     ("heterofl", {"scaler": True}, 1e-5),
     ("heterofl", {"masked": True}, 1e-6),  # trained by the serial code
     ("fjord", {}, 1e-5),
-    ("fjord", {"distillation": 0.5}, 0.0),  # all of it by the serial code
+    ("fjord", {"distillation": 0.5}, 1e-3),  # one ReLU; test_distillation.py is in float64
 ]
 
 

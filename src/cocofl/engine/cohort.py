@@ -28,6 +28,7 @@ from cocofl.fl.merge import Contribution, Places, State, merge, merge_nested
 from cocofl.fl.recipe import Loss, Recipe, cross_entropy
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies import Merge
+from cocofl.fl.widths import OrderedWork
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.span import Span
@@ -130,6 +131,7 @@ class CohortExecutor:
         self._source = ResidentSplit(materials.train, self._on)
         self._tests = ResidentSplit(materials.test, self._on)
         self._cohort: Cohort | None = None
+        self._distils = False
         self._alone = self._must_train_alone()
         self._widths = WidthTrial(self._workshop)
         self._held: dict[int, tuple[Mapping[str, Tensor], Rows]] = {}
@@ -178,7 +180,8 @@ class CohortExecutor:
         works = [one.task.work for one in everyone]
         spans = all(isinstance(work, SpanWork) for work in works)
         alone = self._alone or not everyone
-        cohort = None if alone else self._cohort_for(len(everyone))
+        distils = any(isinstance(work, OrderedWork) and work.distillation > 0 for work in works)
+        cohort = None if alone else self._cohort_for(len(everyone), distils=distils)
         if cohort is None or not (spans or all(map(self._widths.can, works))):
             yield from ((run, self._workshop.train(task, states[run])) for run, task in everyone)
             return
@@ -340,8 +343,12 @@ class CohortExecutor:
         """Let go of the GPU's memory."""
         self._cohort = self._examiner = None
 
-    def _cohort_for(self, wanted: int) -> Cohort:
-        if self._cohort is None or (self._devices is None and self._cohort.devices < wanted):
+    def _cohort_for(self, wanted: int, *, distils: bool = False) -> Cohort:
+        needs_more = distils and not self._distils
+        self._distils |= distils
+        if self._cohort is None or (
+            self._devices is None and (self._cohort.devices < wanted or needs_more)
+        ):
             chain, recipe = self._workshop.chain(), self._workshop.recipe
             program = Program(chain, self._on) if self._cohort is None else self._cohort.program
 
@@ -358,7 +365,9 @@ class CohortExecutor:
                     program=program,
                 )
 
-            fitting = self._devices or devices_that_fit(make, wanted, self._on)
+            fitting = self._devices or devices_that_fit(
+                make, wanted, self._on, distils=self._distils
+            )
             self._cohort = make(min(wanted, fitting))
             self._narrow = NarrowNetworks(self._workshop, self._cohort)
         return self._cohort

@@ -58,13 +58,13 @@ class WidthTrial:
     def can(self, work: Work) -> bool:
         """Whether the stacked computation does what the work asks for.
 
-        Losses of some classes only, distillation, and networks in which a width changes what the
-        cohort does not know of, are left to the serial code.
+        Losses of some classes only, and networks in which a width changes what the cohort does
+        not know of, are left to the serial code.
         """
         if isinstance(work, WidthWork):
             return not work.masked and self._agrees(work.width)
         if isinstance(work, OrderedWork):
-            return not work.distillation and all(map(self._agrees, work.widths))
+            return all(map(self._agrees, work.widths))
         return False
 
     def _agrees_at(self, width: float) -> bool:
@@ -102,10 +102,10 @@ class NarrowNetworks:
         work, everything = task.work, self._cohort.everything
         if isinstance(work, WidthWork):
             level = self.level(work.width, scaled=work.scaler)
-        else:
-            assert isinstance(work, OrderedWork)
-            level = self.level(work.widths[-1])
-        return DeviceWork(everything, "f", task.lr, level=level)
+            return DeviceWork(everything, "f", task.lr, level=level)
+        assert isinstance(work, OrderedWork)
+        level = self.level(work.widths[-1])
+        return DeviceWork(everything, "f", task.lr, level=level, distillation=work.distillation)
 
     def schedule(self, tasks: Sequence[Task], steps: int) -> NDArray[np.int64] | None:
         """At which level each step is taken; None where all steps are at what a device holds."""
@@ -141,11 +141,13 @@ class NarrowNetworks:
     ) -> Narrowed:
         """A device's update; its tensors stay valid until the cohort trains again."""
         levels, statistics = self._cohort.levels, {}
-        if isinstance(task.work, OrderedWork) and schedule is not None and levels is not None:
-            drawn = np.unique(schedule[valid > 0, device]).tolist()
-            statistics = {level: levels.statistics[device, level] for level in drawn}
         level, parameters = self.work(task).level, self._cohort.parameters[device]
         assert level is not None
+        if isinstance(task.work, OrderedWork) and schedule is not None and levels is not None:
+            ran = set(schedule[valid > 0, device].tolist())
+            if task.work.distillation and ran:
+                ran.add(level)  # as a teacher
+            statistics = {one: levels.statistics[device, one] for one in sorted(ran)}
         return Narrowed(level, len(task.indices), parameters, statistics)
 
     def width(self, level: int) -> float:
