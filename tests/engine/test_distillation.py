@@ -45,6 +45,15 @@ def cnn(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(ToFloat64(), network), torch.rand(4, 1, 8, 8)
 
 
+def averaging_cnn(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    """Its statistics are plain means over mini-batches: of those at a width, for each width."""
+    network, example = cnn(num_classes, width)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    return network, example
+
+
 def transformer(num_classes: int, width: float = 1.0) -> nn.Module:
     network = MODELS["transformer"](num_classes, width=width, tiny=True).double()
     for module in network.modules():
@@ -66,10 +75,13 @@ def texts() -> Split:
     return Split(Path(), facts, tokens, rng.integers(0, 10, 200), None, b"")
 
 
+NETWORKS = {"cnn": cnn, "averaging-cnn": averaging_cnn, "transformer": transformer}
+
+
 def materials(network: str, loss: str) -> Materials:
-    data = load("digits").train if network == "cnn" else texts()
+    data = texts() if network == "transformer" else load("digits").train
     recipe = Recipe(batch=BATCH, momentum=0.5, weight_decay=0.01, clip=1.0, loss=loss)
-    return Materials(Subject(f"{network}-float64", BATCH, 10), recipe, data, data, "reference")
+    return Materials(Subject(f"{network} in float64", BATCH, 10), recipe, data, data, "reference")
 
 
 def tasks(round_index: int) -> list[Task]:
@@ -106,10 +118,9 @@ def differences(one: State, other: State) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", f"{__name__}:distance_from_labels"])
-@pytest.mark.parametrize("network", ["cnn", "transformer"])
+@pytest.mark.parametrize("network", NETWORKS)
 def test_two_rounds_in_float64(network: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "cnn-float64", cnn)
-    monkeypatch.setitem(MODELS, "transformer-float64", transformer)
+    monkeypatch.setitem(MODELS, f"{network} in float64", NETWORKS[network])
     made_of = materials(network, loss)
     expected, state = play(InProcess(), made_of)
     found, other = play(CohortExecutor("cpu", precision="fp32", devices=4), made_of)

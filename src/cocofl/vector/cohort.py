@@ -418,6 +418,7 @@ class Cohort:
             leaves=self._leaves,
             weights=self._frozen.weights(self.parameters, self._leaves, self._roles, None),
             statistics=self.levels.statistics_of_held(),
+            steps_done=self.levels.steps_done_by_held(),
             channels=self.levels.channels_of_held() if run.channels else {},
         )
         teacher = self.program(inputs, teaching)
@@ -450,6 +451,7 @@ class Cohort:
         counts: list[int],
     ) -> Run:
         own = self._own if traits.folds else None
+        at_levels = self.levels if traits.levels else None
         return Run(
             roles=self._roles,
             valid=self._valid,
@@ -459,7 +461,7 @@ class Cohort:
             statistics=self._tracked,
             frozen_factors=self._frozen.factors,
             frozen_offsets=self._frozen.offsets,
-            steps_done=self._steps_done,
+            steps_done=self._steps_done if at_levels is None else at_levels.steps_done(),
             late=None if self._beside is None else (self._beside, self.program.read_once),
             averages=traits.averages,
             table=self._tables[traits.taps] if traits.taps else None,

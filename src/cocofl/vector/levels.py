@@ -53,6 +53,7 @@ class Levels:
         self._rows = torch.arange(devices, device=like.device)
         self.statistics = like.new_zeros(devices, capacity, slots.statistics.size)
         """Of each device at each level: a norm sees other numbers at another width."""
+        self._steps_done = like.new_zeros(devices, capacity)
         self._of_held = like.new_zeros(devices, slots.statistics.size)
         self._tracked_of_held = {slot: slot.of(self._of_held) for slot in slots.statistics.all()}
         self._narrow = torch.zeros_like(like)
@@ -72,6 +73,7 @@ class Levels:
             whole = self._channels[-1:].expand_as(self._channels)
             self._channels = torch.cat([self._channels, whole])
             self.statistics = torch.cat([self.statistics, torch.zeros_like(self.statistics)], 1)
+            self._steps_done = torch.cat([self._steps_done, torch.zeros_like(self._steps_done)], 1)
         self._factors[self._count] = factors
         for value, n in channels.items():
             self._channels[self._count, self._values.index(value)] = n
@@ -117,6 +119,7 @@ class Levels:
         self._distillation.copy_(torch.tensor(distillation, dtype=self._distillation.dtype))
         self._schedule = torch.from_numpy(schedule).to(self._now.device)
         self.statistics[: len(statistics), : statistics.shape[1]] = statistics
+        self._steps_done.zero_()
 
     def go_to(self, step: int) -> None:
         """The next step's levels."""
@@ -128,10 +131,15 @@ class Levels:
         statistics.copy_(self.statistics[self._rows, self._now])
         return self._leaves
 
+    def steps_done(self) -> Tensor:
+        """How many steps each device has taken at this step's level."""
+        return self._steps_done[self._rows, self._now]
+
     def settle(self, gradients: Tensor, statistics: Tensor) -> None:
         """From gradients of the narrowed to those of the parameters; keep the statistics."""
         gradients.mul_(self._factors[self._now])
         self.statistics[self._rows, self._now] = statistics
+        self._steps_done[self._rows, self._now] += 1
 
     # Distillation: the network that a device holds teaches the narrower one of the step
 
@@ -144,8 +152,14 @@ class Levels:
         self._of_held.copy_(self.statistics[self._rows, self._held])
         return self._tracked_of_held
 
+    def steps_done_by_held(self) -> Tensor:
+        """How many steps teachers have taken, at other times as students."""
+        return self._steps_done[self._rows, self._held]
+
     def settle_held(self) -> None:
         """Keep the statistics of those who taught; to be called after :meth:`settle`."""
-        taught = self.distillation()[:, None] > 0
+        taught = self.distillation() > 0
         before = self.statistics[self._rows, self._held]
-        self.statistics[self._rows, self._held] = torch.where(taught, self._of_held, before)
+        after = torch.where(taught[:, None], self._of_held, before)
+        self.statistics[self._rows, self._held] = after
+        self._steps_done[self._rows, self._held] += taught
