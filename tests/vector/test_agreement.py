@@ -44,6 +44,13 @@ def test_a_few_networks(name: str) -> None:
     check(name)
 
 
+def test_a_network_that_cannot_be_quantized() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    found = disagreement(split(layers, torch.rand(4, 4, dtype=torch.float64)))
+    assert found is not None
+    assert found.startswith("a device alone could not train it either (CannotLower")
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_built_in_networks(name: str) -> None:
     """The engine relies on this: it tries out only networks of others."""

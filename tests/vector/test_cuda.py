@@ -18,6 +18,7 @@ from cocofl.vector import Adam, Cohort, DeviceWork, Sgd
 from cocofl.vector.fused import attention_for, chains_for, linear_for
 from cocofl.vector.kernels import Activation, Dropping
 from cocofl.vector.levels import factor_row
+from cocofl.vector.memory import SmallerCohort, devices_that_fit
 from cocofl.vector.precision import Precision
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
@@ -76,9 +77,10 @@ def test_spans(name: str, variant: str, tolerance: float) -> None:
         assert relative(made[0].statistics, made[1].statistics) < tolerance
 
 
-@pytest.mark.parametrize("kind", ["heterofl", "masked", "fjord"])
+@pytest.mark.parametrize("kind", ["heterofl", "masked", "fjord", "distillation"])
 @pytest.mark.parametrize("name", ["mobilenet", "mobilenet-groupnorm", "densenet40", "transformer"])
 def test_widths(name: str, kind: str) -> None:
+    ordered, share = kind in ("fjord", "distillation"), 0.3 * (kind == "distillation")
     made, state = cohorts(name)
     full = MODELS[name](10, tiny=True)
     indices, valid = mini_batches(3)
@@ -89,21 +91,25 @@ def test_widths(name: str, kind: str) -> None:
             factors = factor_row(program.slots.parameters, places(full, narrow))
             chain = split(narrow, narrow.example_input(BATCH))
             cohort.add_level(factors, program.channels_in(chain))
-        works = [DeviceWork(cohort.everything, "f", 0.05, level=level) for level in range(3)]
+        works = [
+            DeviceWork(cohort.everything, "f", 0.05, level=level, distillation=share)
+            for level in range(3)
+        ]
         if kind == "masked":
             works[1] = works[1]._replace(classes=(1, 4, 7))
         levels = (
             (schedule, torch.ones_like(cohort.statistics[:3])[:, None].repeat(1, 3, 1))
-            if kind == "fjord"
+            if ordered
             else None
         )
         for _ in range(2):  # the second from a captured graph
             rows = cohort.rows_of([state])
             cohort.train(rows, [frozenset()], works, indices, valid, levels)
     assert relative(made[0].parameters, made[1].parameters) < 1e-3
+    assert relative(made[0].losses[:3], made[1].losses[:3]) < 1e-3
     assert made[0].levels is not None
     assert made[1].levels is not None
-    if kind == "fjord" and made[0].statistics.numel():
+    if ordered and made[0].statistics.numel():
         assert relative(made[0].levels.statistics, made[1].levels.statistics) < 1e-3
 
 
@@ -120,6 +126,19 @@ def test_adam_in_a_captured_graph() -> None:
             found.append(cohort.parameters.clone())
     assert not torch.equal(found[0], cohort.rows_of([state]).parameters)
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_fewer_devices_fit_where_a_step_distils() -> None:
+    model, on = MODELS["mobilenet"](10, tiny=True), torch.device("cuda")
+    x, y = model.example_input(SAMPLES), torch.zeros(SAMPLES, dtype=torch.long, device=on)
+    chain, x_there = split(model, x[:BATCH]), x.to(on)
+
+    def make(devices: int) -> Cohort:
+        return Cohort(chain, lambda i: ((x_there[i],), y[i]), devices=devices, batch=BATCH, on=on)
+
+    with pytest.warns(SmallerCohort):
+        plain, taught = (devices_that_fit(make, 10**9, on, distils=d) for d in (False, True))
+    assert taught < plain
 
 
 def test_statistics() -> None:

@@ -28,6 +28,7 @@ from cocofl.fl.merge import Contribution, Places, State, merge, merge_nested
 from cocofl.fl.recipe import Loss, Recipe, cross_entropy
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies import Merge
+from cocofl.fl.widths import OrderedWork
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.span import Span
@@ -130,6 +131,7 @@ class CohortExecutor:
         self._source = ResidentSplit(materials.train, self._on)
         self._tests = ResidentSplit(materials.test, self._on)
         self._cohort: Cohort | None = None
+        self._room_for = 0, False  # so many devices; whether they distil
         self._alone = self._must_train_alone()
         self._widths = WidthTrial(self._workshop)
         self._held: dict[int, tuple[Mapping[str, Tensor], Rows]] = {}
@@ -178,7 +180,8 @@ class CohortExecutor:
         works = [one.task.work for one in everyone]
         spans = all(isinstance(work, SpanWork) for work in works)
         alone = self._alone or not everyone
-        cohort = None if alone else self._cohort_for(len(everyone))
+        distils = any(isinstance(work, OrderedWork) and work.distillation > 0 for work in works)
+        cohort = None if alone else self._cohort_for(len(everyone), distils=distils)
         if cohort is None or not (spans or all(map(self._widths.can, works))):
             yield from ((run, self._workshop.train(task, states[run])) for run, task in everyone)
             return
@@ -341,10 +344,13 @@ class CohortExecutor:
         """Let go of the GPU's memory."""
         self._cohort = self._examiner = None
 
-    def _cohort_for(self, wanted: int) -> Cohort:
-        if self._cohort is None or (self._devices is None and self._cohort.devices < wanted):
+    def _cohort_for(self, wanted: int, *, distils: bool = False) -> Cohort:
+        most, distilled = self._room_for
+        if self._cohort is None or wanted > most or distils > distilled:
+            self._room_for = max(wanted, most), distils or distilled
             chain, recipe = self._workshop.chain(), self._workshop.recipe
             program = Program(chain, self._on) if self._cohort is None else self._cohort.program
+            self._cohort = None  # its memory is for the next
 
             def make(devices: int) -> Cohort:
                 return Cohort(
@@ -356,11 +362,14 @@ class CohortExecutor:
                     optimizer=_stacked_optimizer(recipe),
                     loss=_stacked_loss(self._workshop.loss),
                     precision=self._precision,
+                    # A loss of one's own is told on the host which samples count.
+                    capture=self._workshop.loss is cross_entropy,
                     program=program,
                 )
 
-            fitting = self._devices or devices_that_fit(make, wanted, self._on)
-            self._cohort = make(min(wanted, fitting))
+            most, distilled = self._room_for
+            fitting = self._devices or devices_that_fit(make, most, self._on, distils=distilled)
+            self._cohort = make(min(most, fitting))
             self._narrow = NarrowNetworks(self._workshop, self._cohort)
         return self._cohort
 

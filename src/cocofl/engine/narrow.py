@@ -67,13 +67,13 @@ class WidthTrial:
     def can(self, work: Work) -> bool:
         """Whether the stacked computation does what the work asks for.
 
-        Distillation, masked losses of anything but scores, and networks in which a width changes
-        what the cohort does not know of, are left to the serial code.
+        Masked losses of anything but scores, and networks in which a width changes what the
+        cohort does not know of, are left to the serial code.
         """
         if isinstance(work, WidthWork):
             return (not work.masked or self._gives_scores) and self._agrees(work.width)
         if isinstance(work, OrderedWork):
-            return not work.distillation and all(map(self._agrees, work.widths))
+            return all(map(self._agrees, work.widths))
         return False
 
     @cached_property
@@ -113,15 +113,15 @@ class NarrowNetworks:
 
     def work(self, task: Task) -> DeviceWork:
         """What a device does, in the cohort's terms."""
-        work, present = task.work, None
+        work, everything = task.work, self._cohort.everything
         if isinstance(work, WidthWork):
             level = self.level(work.width, scaled=work.scaler)
             present = work.present(self._workshop, task)
-        else:
-            assert isinstance(work, OrderedWork)
-            level = self.level(work.widths[-1])
-        classes = None if present is None else tuple(present.tolist())
-        return DeviceWork(self._cohort.everything, "f", task.lr, level=level, classes=classes)
+            classes = None if present is None else tuple(present.tolist())
+            return DeviceWork(everything, "f", task.lr, level=level, classes=classes)
+        assert isinstance(work, OrderedWork)
+        level = self.level(work.widths[-1])
+        return DeviceWork(everything, "f", task.lr, level=level, distillation=work.distillation)
 
     def schedule(self, tasks: Sequence[Task], steps: int) -> NDArray[np.int64] | None:
         """At which level each step is taken; None where all steps are at what a device holds."""
@@ -162,12 +162,14 @@ class NarrowNetworks:
     ) -> Narrowed:
         """A device's update; its tensors stay valid until the cohort trains again."""
         levels, statistics = self._cohort.levels, {}
+        level, parameters = work.level, self._cohort.parameters[device]
+        assert level is not None
         if isinstance(task.work, OrderedWork) and schedule is not None and levels is not None:
-            drawn = np.unique(schedule[valid > 0, device]).tolist()
-            statistics = {level: levels.statistics[device, level] for level in drawn}
-        assert work.level is not None
-        parameters = self._cohort.parameters[device]
-        return Narrowed(work.level, len(task.indices), parameters, statistics, work.classes)
+            ran = set(schedule[valid > 0, device].tolist())
+            if task.work.distillation and ran:
+                ran.add(level)  # as a teacher
+            statistics = {one: levels.statistics[device, one] for one in sorted(ran)}
+        return Narrowed(level, len(task.indices), parameters, statistics, work.classes)
 
     def width(self, level: int) -> float:
         """How wide a level is."""

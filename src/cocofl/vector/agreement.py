@@ -106,8 +106,11 @@ def _try_out(chain: BlockChain, inputs: tuple[Any, ...]) -> str | None:
     ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        alone = [_alone(chain, work, inputs) for work in works]
-        again = _alone(chain, works[0], inputs)
+        try:
+            alone = [_alone(chain, work, inputs) for work in works]
+            again = _alone(chain, works[0], inputs)
+        except _FAILURES as e:
+            return f"a device alone could not train it either ({type(e).__name__}: {e})"
         try:
             together = _together(chain, works, inputs)
         except _FAILURES as e:

@@ -27,7 +27,7 @@ from cocofl.vector.folding import FoldedLayer, fold_layers
 from cocofl.vector.graphs import Graphs
 from cocofl.vector.instructions import Layer
 from cocofl.vector.levels import Levels
-from cocofl.vector.losses import StackedLoss, cross_entropy, of_classes
+from cocofl.vector.losses import StackedLoss, cross_entropy, distance, of_classes
 from cocofl.vector.maps import Weights
 from cocofl.vector.optimizer import Optimizer, Sgd
 from cocofl.vector.precision import Precision
@@ -56,6 +56,8 @@ class DeviceWork(NamedTuple):
     """Which of the cohort's narrower networks it holds; None for the whole one."""
     classes: tuple[int, ...] | None = None
     """Whose scores count in its loss; None for all."""
+    distillation: float = 0.0
+    """Of the loss at a narrower level, the part that the network it holds decides, as a teacher."""
 
 
 class Rows(NamedTuple):
@@ -98,6 +100,8 @@ class _Traits:
     """Whether devices have networks of unequal width."""
     levels: bool = False
     """Whether each step is taken at a level of its own."""
+    distils: bool = False
+    """Whether what devices hold runs beside narrower networks, and teaches them."""
     averages: bool = False
     """Whether norms take plain means over mini-batches, whatever their momentum."""
     masked: bool = False
@@ -264,8 +268,9 @@ class Cohort:
             self._mark_present(works)
         if levels is not None:
             assert self.levels is not None
-            traits = replace(traits, levels=True)
-            self.levels.begin(np.pad(levels[0], ((0, 0), (0, room))), levels[1])
+            distillation = [*(work.distillation for work in works), *[0.0] * room]
+            traits = replace(traits, levels=True, distils=any(distillation))
+            self.levels.begin(np.pad(levels[0], ((0, 0), (0, room))), levels[1], distillation)
         counts = np.pad(valid, ((0, 0), (0, room)))
         finishing = (counts > 0) & (np.cumsum((counts > 0)[::-1], 0)[::-1] == 1)
         finishing &= np.array([*(work.variant == "qff" for work in works), *[False] * room])
@@ -399,20 +404,48 @@ class Cohort:
             if traits.masked:
                 outputs = of_classes(outputs, self._present)
             losses = self._loss(outputs, labels, self._valid, counts)
-            slots = list(leaves)
-            found = torch.autograd.grad(
-                losses.sum(), [leaves[slot] for slot in slots], allow_unused=True
-            )
+            slots, read = list(leaves), list(leaves.values())
+            if traits.distils:
+                losses = self._taught(losses, outputs, inputs, labels, run)
+                read += self._leaves.values()
+            found = torch.autograd.grad(losses.sum(), read, allow_unused=True)
         if self._beside is not None:
             self._beside.join()
-        gradients = self._flat(slots, found)
+        gradients = self._flat(slots, found[: len(slots)])
         if traits.levels and self.levels is not None:
             self.levels.settle(gradients, self.statistics)
+        if traits.distils and self.levels is not None:
+            self.levels.settle_held()
+            gradients += self._flat(slots, found[len(slots) :])
         self.losses += torch.where(self._valid > 0, losses.detach().double(), 0.0)
         self._optimizer.step(
             self.parameters, gradients, self._remembered, self._lr, self._learns, self._valid
         )
         self._steps_done += 1
+
+    def _taught(
+        self,
+        losses: Tensor,
+        outputs: Tensor,
+        inputs: tuple[Tensor, ...],
+        labels: Tensor,
+        run: Run,
+    ) -> Tensor:
+        """The losses with what teachers say about ``outputs``, and with those of the teachers."""
+        assert self.levels is not None
+        teaching = replace(
+            run,
+            leaves=self._leaves,
+            weights=self._frozen.weights(self.parameters, self._leaves, self._roles, None),
+            statistics=self.levels.statistics_of_held(),
+            steps_done=self.levels.steps_done_by_held(),
+            channels=self.levels.channels_of_held() if run.channels else {},
+        )
+        teacher = self.program(inputs, teaching)
+        part = self.levels.distillation()
+        apart = distance(outputs, teacher, self._valid, part > 0)
+        own = self._loss(teacher, labels, self._valid, run.counts)
+        return (1 - part) * losses + part * apart + torch.where(part > 0, own, 0.0)
 
     def _flat(self, slots: list[Slot], found: Sequence[Tensor | None]) -> Tensor:
         parts, size = [], self.parameters.shape[1]
@@ -438,6 +471,7 @@ class Cohort:
         counts: list[int],
     ) -> Run:
         own = self._own if traits.folds else None
+        at_levels = self.levels if traits.levels else None
         return Run(
             roles=self._roles,
             valid=self._valid,
@@ -447,7 +481,7 @@ class Cohort:
             statistics=self._tracked,
             frozen_factors=self._frozen.factors,
             frozen_offsets=self._frozen.offsets,
-            steps_done=self._steps_done,
+            steps_done=self._steps_done if at_levels is None else at_levels.steps_done(),
             late=None if self._beside is None else (self._beside, self.program.read_once),
             averages=traits.averages,
             table=self._tables[traits.taps] if traits.taps else None,

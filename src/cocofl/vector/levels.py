@@ -47,10 +47,15 @@ class Levels:
         self._values = list(program.channels)
         self._channels = whole.repeat(capacity, 1)
         self._now = torch.zeros(devices, dtype=torch.long, device=like.device)
+        self._held = torch.zeros_like(self._now)
+        self._distillation = like.new_zeros(devices)
         self._schedule = self._now[None]
         self._rows = torch.arange(devices, device=like.device)
         self.statistics = like.new_zeros(devices, capacity, slots.statistics.size)
         """Of each device at each level: a norm sees other numbers at another width."""
+        self._steps_done = like.new_zeros(devices, capacity)
+        self._of_held = like.new_zeros(devices, slots.statistics.size)
+        self._tracked_of_held = {slot: slot.of(self._of_held) for slot in slots.statistics.all()}
         self._narrow = torch.zeros_like(like)
         self._leaves = {
             slot: slot.of(self._narrow).detach().requires_grad_() for slot in slots.parameters.all()
@@ -68,6 +73,7 @@ class Levels:
             whole = self._channels[-1:].expand_as(self._channels)
             self._channels = torch.cat([self._channels, whole])
             self.statistics = torch.cat([self.statistics, torch.zeros_like(self.statistics)], 1)
+            self._steps_done = torch.cat([self._steps_done, torch.zeros_like(self._steps_done)], 1)
         self._factors[self._count] = factors
         for value, n in channels.items():
             self._channels[self._count, self._values.index(value)] = n
@@ -83,7 +89,8 @@ class Levels:
 
         Returns what ``there`` does.
         """
-        self._now.copy_(self._index(levels))
+        self._held.copy_(self._index(levels))
+        self._now.copy_(self._held)
         return self.there(levels)
 
     def _index(self, levels: Sequence[int | None]) -> Tensor:
@@ -92,15 +99,27 @@ class Levels:
 
     def channels(self) -> dict[str, Tensor]:
         """Of values, how many channels they have in this step, (device)."""
-        return dict(zip(self._values, self._channels[self._now].t().contiguous(), strict=True))
+        return self._channels_at(self._now)
 
-    def begin(self, schedule: NDArray[np.int64], statistics: Tensor) -> None:
+    def channels_of_held(self) -> dict[str, Tensor]:
+        """The same in the networks that devices hold."""
+        return self._channels_at(self._held)
+
+    def _channels_at(self, levels: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self._values, self._channels[levels].t().contiguous(), strict=True))
+
+    def begin(
+        self, schedule: NDArray[np.int64], statistics: Tensor, distillation: Sequence[float]
+    ) -> None:
         """The levels of a round, (step, device), and what statistics begin with.
 
-        These are (device, level, place).
+        These are (device, level, place). ``distillation`` is the part of each device's loss that
+        a teacher decides, where there is one.
         """
+        self._distillation.copy_(torch.tensor(distillation, dtype=self._distillation.dtype))
         self._schedule = torch.from_numpy(schedule).to(self._now.device)
         self.statistics[: len(statistics), : statistics.shape[1]] = statistics
+        self._steps_done.zero_()
 
     def go_to(self, step: int) -> None:
         """The next step's levels."""
@@ -112,7 +131,35 @@ class Levels:
         statistics.copy_(self.statistics[self._rows, self._now])
         return self._leaves
 
+    def steps_done(self) -> Tensor:
+        """How many steps each device has taken at this step's level."""
+        return self._steps_done[self._rows, self._now]
+
     def settle(self, gradients: Tensor, statistics: Tensor) -> None:
         """From gradients of the narrowed to those of the parameters; keep the statistics."""
         gradients.mul_(self._factors[self._now])
         self.statistics[self._rows, self._now] = statistics
+        self._steps_done[self._rows, self._now] += 1
+
+    # Distillation: the network that a device holds teaches the narrower one of the step
+
+    def distillation(self) -> Tensor:
+        """Of each device's loss, the part that a teacher decides in this step; 0 without one."""
+        return torch.where(self._now == self._held, 0.0, self._distillation)
+
+    def statistics_of_held(self) -> dict[Slot, Tensor]:
+        """The teachers' statistics, which they change."""
+        self._of_held.copy_(self.statistics[self._rows, self._held])
+        return self._tracked_of_held
+
+    def steps_done_by_held(self) -> Tensor:
+        """How many steps teachers have taken, at other times as students."""
+        return self._steps_done[self._rows, self._held]
+
+    def settle_held(self) -> None:
+        """Keep the statistics of those who taught; to be called after :meth:`settle`."""
+        taught = self.distillation() > 0
+        before = self.statistics[self._rows, self._held]
+        after = torch.where(taught[:, None], self._of_held, before)
+        self.statistics[self._rows, self._held] = after
+        self._steps_done[self._rows, self._held] += taught

@@ -16,8 +16,7 @@ StackedLoss = Callable[[Any, Tensor, Tensor, "list[int] | None"], Tensor]
 
 def cross_entropy(outputs: Tensor, labels: Tensor, valid: Tensor, _counts: Any = None) -> Tensor:
     """The mean over a device's valid samples (and positions, where each has several labels)."""
-    scores = outputs.flatten(0, -2)
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = _exact(outputs.flatten(0, -2))
     each = F.cross_entropy(scores, labels.flatten(), reduction="none")
     each = each.view(*labels.shape[:2], -1)
     counts = torch.arange(labels.shape[1], device=labels.device) < valid[:, None]
@@ -28,6 +27,28 @@ def cross_entropy(outputs: Tensor, labels: Tensor, valid: Tensor, _counts: Any =
 def of_classes(scores: Tensor, present: Tensor) -> Tensor:
     """With 0, which gets no gradient, for classes that are not ``present``, (device, class)."""
     return scores * present.view(len(present), *[1] * (scores.ndim - 2), -1)
+
+
+def distance(student: Tensor, teacher: Tensor, valid: Tensor, taught: Tensor) -> Tensor:
+    """How far scores are from a teacher's: ``F.kl_div`` with ``batchmean`` over valid samples.
+
+    0 for devices that are not ``taught``.
+    """
+    each = torch.arange(student.shape[1], device=student.device) < valid[:, None]
+    counts = (each & taught[:, None]).view(*each.shape, *[1] * (student.ndim - 2))
+
+    def logarithms(scores: Tensor) -> Tensor:
+        # Left out before the softmax, what does not count has no gradient, whatever it is.
+        counting = torch.where(counts, _exact(scores), 0.0)
+        return F.log_softmax(counting, -1)
+
+    own, others = logarithms(student), logarithms(teacher.detach())
+    each_score = F.kl_div(own, others, reduction="none", log_target=True)
+    return each_score.flatten(1).sum(1) / valid.clamp_min(1)
+
+
+def _exact(scores: Tensor) -> Tensor:
+    return scores if scores.dtype == torch.float64 else scores.float()
 
 
 def one_by_one(loss: Callable[[Any, Tensor], Tensor]) -> StackedLoss:
