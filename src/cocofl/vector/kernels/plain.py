@@ -21,12 +21,14 @@ def largest(x: Tensor, rows: Tensor) -> Tensor:
 def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
     """Normalise with the batch where a device trains, else with what was folded."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    own, n = _valid(y, rows).to(wide), rows.clamp_min(1).to(wide)[:, None]
+    # Sums in float64, like those of PyTorch's own norms on the CPU: int8 codes show the last bit.
+    own, n = _valid(y, rows).double(), rows.clamp_min(1).double()[:, None]
     mean = own.sum(1) / n
     centered = _valid(own - mean[:, None], rows)
     variance = centered.square().sum(1) / n
+    rstd = torch.rsqrt(variance + norm.eps).to(wide)
+    mean, variance, n = mean.to(wide), variance.to(wide), n.to(wide)
     norm.track(mean, variance, n)
-    rstd = torch.rsqrt(variance + norm.eps)
     factor = rstd if norm.weight is None else rstd * norm.weight
     offset = -mean * factor
     if norm.bias is not None:
