@@ -232,8 +232,7 @@ class CohortExecutor:
         indices, valid = self._mini_batches(some)
         schedule, levels = self._narrow.schedule(tasks, len(indices)), None
         if schedule is not None:
-            tracked = [self._narrow.statistics_of(state) for state in states]
-            levels = schedule, torch.stack([tracked[run] for run, _ in some])
+            levels = schedule, self._narrow.statistics_of(states)[[run for run, _ in some]]
         cohort.train(rows, [frozenset()] * len(states), works, indices, valid, levels)
         means, sound = cohort.losses.tolist(), _are_finite(cohort)
         for d, task in enumerate(tasks):

@@ -94,6 +94,9 @@ class NarrowNetworks:
     def __init__(self, workshop: Workshop, cohort: Cohort) -> None:
         self._workshop, self._cohort = workshop, cohort
         self._numbers: dict[_Level, int] = {}
+        self._left: dict[int, tuple[Mapping[str, Tensor], dict[float, Tensor]]] = {}
+        self._parameter_bytes = cache(self._parameter_bytes_at)
+        self._statistic_bytes = cache(self._statistic_bytes_at)
 
     def level(self, width: float, *, scaled: bool = False) -> int:
         """The number of a width in the cohort."""
@@ -138,19 +141,26 @@ class NarrowNetworks:
                 varies |= task.work.scaler
         return levels if varies else None
 
-    def statistics_of(self, state: Mapping[str, Tensor]) -> Tensor:
-        """The server's statistics at every level, (level, place): its own, or fresh ones."""
-        slots = self._cohort.program.slots.statistics
-        rows = []
-        for level in self._numbers:
-            fresh, found = self._workshop.model(level.width).state_dict(), {}
-            places = self._workshop.places(level.width)
-            for key, slot in slots.by_key.items():
-                found[key] = torch.zeros(slot.shape)
-                own = state.get(statistics_key(key, level.width), fresh[key])
-                found[key][places[key]] = own.float()
-            rows.append(slots.pack(found, torch.zeros(0)))
-        return torch.stack(rows).to(self._cohort.statistics)
+    def statistics_of(self, states: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """The server's statistics, (state, level, place): its own, or fresh ones."""
+        self._left = {id(state): (state, self._by_width(state)) for state in states}
+        widths = [level.width for level in self._numbers]
+        rows = [torch.stack([self._left[id(state)][1][w] for w in widths]) for state in states]
+        return torch.stack(rows)
+
+    def _by_width(self, state: Mapping[str, Tensor]) -> dict[float, Tensor]:
+        """Rows of statistics; usually they are where the last merge left them."""
+        _, known = self._left.get(id(state), (state, {}))
+        missing = {level.width for level in self._numbers} - known.keys()
+        return known | {width: self._row_at(state, width) for width in missing}
+
+    def _row_at(self, state: Mapping[str, Tensor], width: float) -> Tensor:
+        slots, found = self._cohort.program.slots.statistics, {}
+        fresh, places = self._workshop.model(width).state_dict(), self._workshop.places(width)
+        for key, slot in slots.by_key.items():
+            found[key] = torch.zeros(slot.shape)
+            found[key][places[key]] = state.get(statistics_key(key, width), fresh[key]).float()
+        return slots.pack(found, torch.zeros(0)).to(self._cohort.statistics)
 
     def narrowed(
         self,
@@ -177,11 +187,14 @@ class NarrowNetworks:
 
     def sent_bytes(self, own: Narrowed) -> int:
         """The size of what a device sends."""
-        parameters = self._workshop.model(self.width(own.level)).parameters()
-        return sum(p.nbytes for p in parameters) + sum(map(self._statistic_bytes, own.statistics))
+        statistics = (self._statistic_bytes(self.width(level)) for level in own.statistics)
+        return self._parameter_bytes(self.width(own.level)) + sum(statistics)
 
-    def _statistic_bytes(self, level: int) -> int:
-        buffers = self._workshop.model(self.width(level)).state_dict().items()
+    def _parameter_bytes_at(self, width: float) -> int:
+        return sum(p.nbytes for p in self._workshop.model(width).parameters())
+
+    def _statistic_bytes_at(self, width: float) -> int:
+        buffers = self._workshop.model(width).state_dict().items()
         slots = self._cohort.program.slots.statistics.by_key
         return sum(t.nbytes for key, t in buffers if key in slots)
 
@@ -233,14 +246,19 @@ class NarrowNetworks:
                 tracked[level] = total + statistics.double() * one.samples, seen + one.samples
         mean = sums / weights.clamp_min(1e-300)
         mean = torch.where(weights > 0, mean, old.parameters[0].double()).to(old.parameters.dtype)
-        averaged = {self.width(level): (total / n).float() for level, (total, n) in tracked.items()}
+        averaged = {
+            self.width(level): (total / n).to(old.statistics.dtype)
+            for level, (total, n) in tracked.items()
+        }
         statistics = averaged[1.0][None] if 1.0 in averaged else old.statistics
-        rows = Rows(mean[None], statistics.to(old.statistics.dtype), old.scales)
+        rows = Rows(mean[None], statistics, old.scales)
         merged = dict(state) | cohort.state_of(rows.on_the_host())
         for width, row in averaged.items():
             kind, places = cohort.program.slots.statistics, self._workshop.places(width)
             narrower = _at_places(kind, row.cpu(), places)
             merged |= {statistics_key(key, width): t for key, t in narrower.items()}
+        _, before = self._left.get(id(state), (state, {}))
+        self._left[id(merged)] = merged, before | averaged
         return merged, rows
 
 
