@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,33 @@ def test_ours_beside_the_papers(call: Call, tmp_path: Path) -> None:
     elsewhere = ["--read", "--out", "empty", "--also", str(out / "table2.csv")]
     again = call("reproduce", "table2", "--rows", row, *elsewhere)
     assert "(paper +19.4)" in again
+
+
+def test_leads_are_of_the_same_seeds_and_settings(call: Call, tmp_path: Path) -> None:
+    out, row = tmp_path / "out", "mobilenet-cifar10-rc"
+    ours = plans.table2(paper(), rows=[row], strategies=["cocofl"], seeds=2)
+    theirs = plans.table2(paper(), rows=[row], strategies=["heterofl"], seeds=1)
+    stricter = [
+        replace(
+            one,
+            name=one.name._replace(label="fjord.whole"),
+            changes={**one.changes, "data.split": "rc"},
+        )
+        for one in plans.table2(paper(), rows=[row], strategies=["fjord"], seeds=2)
+    ]
+    for planned in (*ours, *theirs, *stricter):
+        made_up(planned, out)
+    call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
+    found = {
+        (one.strategy, one.seed): one.accuracy
+        for one in results.read(out / "table2.csv")
+        if one.statistics == "running"
+    }
+    lead = 100 * (found["cocofl", 0] - found["heterofl", 0])
+    shown = (out / "table2.md").read_text()
+    assert (
+        f"cocofl is ahead, in points: heterofl {lead:+.1f} (paper +19.4; of seed 0 only)\n" in shown
+    )
 
 
 def test_what_a_run_changes_of_its_file_is_said(call: Call, tmp_path: Path) -> None:

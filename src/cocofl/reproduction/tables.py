@@ -185,21 +185,49 @@ def labels_of(results: Iterable[Result]) -> list[str]:
 
 
 def _ahead(collection: Collection, results: Sequence[Result], row: str, metric: str) -> list[str]:
-    """How far CoCoFL is ahead of those that obey the same budgets, here and in the paper."""
+    """How far CoCoFL is ahead of those that obey the same budgets, here and in the paper.
+
+    Compared are runs with the same seed and the same changes of settings: a split that a seed
+    draws can be an easy one.
+    """
+    by_label = {label: [o for o in results if o.strategy == label] for label in labels_of(results)}
+    rivals = [own for label, own in by_label.items() if strategy_of(label) in RIVALS]
     notes = []
-    for label in labels_of(one for one in results if strategy_of(one.strategy) == "cocofl"):
-        ours = spread(results, row, label, STATISTICS[0], metric)
-        parts = []
-        for rival in RIVALS:
-            theirs = spread(results, row, rival, STATISTICS[0], metric)
-            if ours is None or theirs is None:
-                continue
-            known = [collection.published.get((row, name, metric)) for name in ("cocofl", rival)]
-            paper = f" (paper {_points(*known)})" if all(known) else ""
-            parts.append(f"{rival} {_points(ours, theirs)}{paper}")
-        if parts:
-            notes.append(f"{label} is ahead, in points: {', '.join(parts)}")
+    for label, ours in by_label.items():
+        if strategy_of(label) != "cocofl":
+            continue
+        measures = {
+            metric: "",
+            **{group: f" for {group} devices" for group in groups_of(ours)[-1:]},
+        }
+        for which, whom in measures.items():
+            leads = filter(None, (_lead(collection, ours, own, row, which) for own in rivals))
+            if said := ", ".join(leads):
+                notes.append(f"{label} is ahead{whom}, in points: {said}")
     return notes
+
+
+def _lead(
+    collection: Collection, ours: Sequence[Result], theirs: Sequence[Result], row: str, which: str
+) -> str | None:
+    def by_run(results: Sequence[Result]) -> dict[tuple[int, str], float]:
+        return {
+            (one.seed, one.changes): value
+            for one in results
+            if one.statistics == STATISTICS[0] and (value := one.value(which)) is not None
+        }
+
+    own, others = by_run(ours), by_run(theirs)
+    both = sorted(own.keys() & others.keys())
+    if not both:
+        return None
+    lead = _points(*(Spread.of([found[run] for run in both]) for found in (own, others)))
+    label, rival = theirs[0].strategy, strategy_of(theirs[0].strategy)
+    known = [collection.published.get((row, name, which)) for name in ("cocofl", rival)]
+    remarks = [f"paper {_points(*known)}"] if all(known) else []
+    if len(both) < len(own):
+        remarks.append(f"of seed {', '.join(str(seed) for seed, _ in both)} only")
+    return f"{label} {lead}" + (f" ({'; '.join(remarks)})" if remarks else "")
 
 
 def longest(results: Iterable[Result]) -> list[Result]:
