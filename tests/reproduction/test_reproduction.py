@@ -15,6 +15,7 @@ from cocofl.cli.running import read_experiment
 from cocofl.config import Experiment
 from cocofl.data.registry import REGISTRY
 from cocofl.data.rules import RULES
+from cocofl.experiment import Run
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.models import MODELS
 from cocofl.reproduction import plans, results, tables
@@ -162,10 +163,11 @@ def test_studies_share_runs() -> None:
     assert {name.label for name in ablation & selection} == {"limit0.2-qff", "limit0.3-qff"}
 
 
-def made_up(planned: Planned, out: Path) -> Path:
+def made_up(planned: Planned, out: Path, rounds: int = 3) -> Path:
     """A complete run of what is planned, with made-up numbers."""
     folder, experiment = out / str(planned.name), planned.experiment
-    made_up_run(folder, experiment.strategy.name, experiment.data.split, experiment.seed, rounds=3)
+    strategy, split = experiment.strategy.name, experiment.data.split
+    made_up_run(folder, strategy, split, experiment.seed, rounds=rounds)
     (folder / "experiment.toml").write_text(experiment.to_toml())
     return folder
 
@@ -192,6 +194,18 @@ def test_ours_beside_the_papers(call: Call, tmp_path: Path) -> None:
     elsewhere = ["--read", "--out", "empty", "--also", str(out / "table2.csv")]
     again = call("reproduce", "table2", "--rows", row, *elsewhere)
     assert "(paper +19.4)" in again
+
+
+def test_the_mean_of_the_last_ten_evaluations(call: Call, tmp_path: Path) -> None:
+    out, row = tmp_path / "out", "mobilenet-cifar10-rc"
+    (planned,) = plans.table2(paper(), rows=[row], strategies=["cocofl"], seeds=1)
+    tested = Run.open(made_up(planned, out, rounds=400)).evaluated
+    assert len(tested) > 10
+    expected = sum(one["group_accuracy"]["weak"] for one in tested[-10:]) / 10
+    assert "last ten" in call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
+    found = {one.statistics: one for one in results.read(out / "table2.csv")}
+    assert found[results.LATE].groups["weak"] == pytest.approx(expected, abs=1e-5)
+    assert found[results.LATE].accuracy != found["running"].accuracy
 
 
 def test_leads_are_of_the_same_seeds_and_settings(call: Call, tmp_path: Path) -> None:

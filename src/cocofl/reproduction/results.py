@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from cocofl.config import Experiment
@@ -22,10 +23,17 @@ from cocofl.reproduction.collection import ABLATION, Collection
 from cocofl.reproduction.plans import Name, label_of, shortened, strategy_of
 from cocofl.runlog import EXPERIMENT, write_text
 
+LATE_EVALUATIONS = 10
+LATE = "last ten"
+"""Instead of a kind of statistics: the mean of a run's last evaluations.
+
+With ten devices a round, the last round says as much about these ten as about the strategy.
+"""
+
 
 @dataclass(frozen=True)
 class Result:
-    """The end of one run, evaluated with one kind of norm statistics."""
+    """The end of one run, evaluated with one kind of norm statistics; or its :data:`LATE` mean."""
 
     row: str
     strategy: str
@@ -147,8 +155,22 @@ def _results_of(run: Run, name: Name, expected: Experiment) -> list[Result]:
             commit=about.get("commit", ""),
             groups=final["group_accuracy"],
         )
-        for statistics, final in run.final_by_statistics.items()
+        for statistics, final in (run.final_by_statistics | _late(run)).items()
     ]
+
+
+def _late(run: Run) -> dict[str, dict[str, Any]]:
+    last = run.evaluated[-LATE_EVALUATIONS:]
+    if len(last) < LATE_EVALUATIONS:
+        return {}
+    means: dict[str, Any] = {key: _mean(one[key] for one in last) for key in ("accuracy", "f1")}
+    groups = last[0]["group_accuracy"]
+    means["group_accuracy"] = {g: _mean(one["group_accuracy"][g] for one in last) for g in groups}
+    return {LATE: means}
+
+
+def _mean(values: Iterable[float]) -> float:
+    return round(fmean(values), 6)
 
 
 def without_folder(description: str) -> str:

@@ -17,7 +17,7 @@ from cocofl.reproduction.plans import (
     limited_label,
     strategy_of,
 )
-from cocofl.reproduction.results import Result, spread
+from cocofl.reproduction.results import LATE, Result, spread
 
 RIVALS = ("heterofl", "fjord", "fedavg")
 _NOTHING = "–"
@@ -72,7 +72,7 @@ def of_row(collection: Collection, results: Sequence[Result], row: str) -> TextT
     if collection.published:
         columns["paper"] = lambda label: _percent(paper(label))
     for kind in kinds:
-        columns[f"{kind} statistics"] = cell(kind, metric)
+        columns[kind if kind == LATE else f"{kind} statistics"] = cell(kind, metric)
     if collection.published:
         columns["difference"] = lambda label: _points(ours(label, kinds[0], metric), paper(label))
     for group in groups_of(own):
@@ -238,7 +238,8 @@ def longest(results: Iterable[Result]) -> list[Result]:
 
 
 def _kinds(results: Sequence[Result]) -> list[str]:
-    return [kind for kind in STATISTICS if any(one.statistics == kind for one in results)]
+    known = (*STATISTICS, LATE)
+    return [kind for kind in known if any(one.statistics == kind for one in results)]
 
 
 def groups_of(results: Sequence[Result]) -> list[str]:
