@@ -34,7 +34,6 @@ class Optimizer(ABC):
         for tensor in memory:
             tensor.zero_()
 
-    @abstractmethod
     def step(
         self,
         parameters: Tensor,
@@ -48,14 +47,30 @@ class Optimizer(ABC):
 
         A device without ``valid`` samples rests.
         """
-
-    def _prepared(self, gradients: Tensor, parameters: Tensor, learns: Tensor) -> Tensor:
+        if self._is_plain and runs_on(parameters):
+            run = kernels_for(parameters)
+            run.sgd(parameters, gradients, learns, valid, lr, self.weight_decay)
+            return
+        learns = learns & (valid > 0)[:, None]
         if self.clip is not None:
             norm = torch.where(learns, gradients, 0.0).square().sum(1, keepdim=True).sqrt()
             gradients = gradients * (self.clip / (norm + 1e-6)).clamp_max(1.0)
         if self.weight_decay:
             gradients = gradients.add(parameters, alpha=self.weight_decay)
-        return gradients
+        direction, rate = self._direction(gradients, memory, lr, learns)
+        moved = torch.addcmul(parameters, direction, rate[:, None], value=-1)
+        parameters.copy_(torch.where(learns, moved, parameters))
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether gradients are all it goes by, so that one pass over memory is enough."""
+        return False
+
+    @abstractmethod
+    def _direction(
+        self, gradients: Tensor, memory: tuple[Tensor, ...], lr: Tensor, learns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Where to go, (device, place), and how far, (device); what it remembers changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,27 +83,17 @@ class Sgd(Optimizer):
         """The velocity, where there is momentum."""
         return (torch.zeros_like(parameters),) if self.momentum else ()
 
-    def step(
-        self,
-        parameters: Tensor,
-        gradients: Tensor,
-        memory: tuple[Tensor, ...],
-        lr: Tensor,
-        learns: Tensor,
-        valid: Tensor,
-    ) -> None:
-        """In one pass over memory where that is possible."""
-        if self.clip is None and not memory and runs_on(parameters):
-            run = kernels_for(parameters)
-            run.sgd(parameters, gradients, learns, valid, lr, self.weight_decay)
-            return
-        learns = learns & (valid > 0)[:, None]
-        gradients = self._prepared(gradients, parameters, learns)
+    @property
+    def _is_plain(self) -> bool:
+        return self.clip is None and not self.momentum
+
+    def _direction(
+        self, gradients: Tensor, memory: tuple[Tensor, ...], lr: Tensor, learns: Tensor
+    ) -> tuple[Tensor, Tensor]:
         for velocity in memory:
             velocity.copy_(torch.where(learns, velocity * self.momentum + gradients, velocity))
             gradients = velocity
-        moved = torch.addcmul(parameters, gradients, lr[:, None], value=-1)
-        parameters.copy_(torch.where(learns, moved, parameters))
+        return gradients, lr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,27 +106,16 @@ class Adam(Optimizer):
         steps = torch.zeros(len(parameters), dtype=torch.float64, device=parameters.device)
         return steps, torch.zeros_like(parameters), torch.zeros_like(parameters)
 
-    def step(
-        self,
-        parameters: Tensor,
-        gradients: Tensor,
-        memory: tuple[Tensor, ...],
-        lr: Tensor,
-        learns: Tensor,
-        valid: Tensor,
-    ) -> None:
-        """A device that rests counts no step."""
+    def _direction(
+        self, gradients: Tensor, memory: tuple[Tensor, ...], lr: Tensor, learns: Tensor
+    ) -> tuple[Tensor, Tensor]:
         steps, mean, square = memory
-        steps += valid > 0
-        learns = learns & (valid > 0)[:, None]
-        gradients = self._prepared(gradients, parameters, learns)
+        steps += learns.any(1)
         mean.copy_(torch.where(learns, torch.lerp(mean, gradients, 1 - _BETA1), mean))
         squared = torch.addcmul(square * _BETA2, gradients, gradients, value=1 - _BETA2)
         square.copy_(torch.where(learns, squared, square))
 
         taken = steps.clamp_min(1.0)
-        rate = (lr / (1 - _BETA1**taken)).to(parameters.dtype)
-        spread = (1 - _BETA2**taken).sqrt().to(parameters.dtype)
-        direction = mean / (square.sqrt() / spread[:, None] + _EPS)
-        moved = torch.addcmul(parameters, direction, rate[:, None], value=-1)
-        parameters.copy_(torch.where(learns, moved, parameters))
+        rate = (lr / (1 - _BETA1**taken)).to(gradients.dtype)
+        spread = (1 - _BETA2**taken).sqrt().to(gradients.dtype)
+        return mean / (square.sqrt() / spread[:, None] + _EPS), rate
