@@ -35,6 +35,20 @@ def net(width=1.0):
 def fixed():
     return net()
 
+def for_batches_of_eight():
+    import torch
+    linear, last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = linear, last
+
+        def forward(self, x):
+            return self.last(torch.relu(self.linear(x.reshape(8, 16))))
+
+    return Net(), torch.randn(8, 4, 4)
+
 def number():
     return 3
 """
@@ -276,6 +290,12 @@ def test_models_that_are_refused(own: str, name: str, message: str) -> None:
 def test_widths_need_a_factory_that_takes_one(own: str) -> None:
     with pytest.raises(InvalidModel, match="takes no width="):
         Settings(own.replace(":net", ":fixed")).subject.build(0.5)
+
+
+def test_an_analytic_table_of_a_model_with_one_batch_size(own: str) -> None:
+    module, _ = own.split(":")
+    table = analytic_table(Settings(f"{module}:for_batches_of_eight", batch=8))
+    assert table.n_blocks >= 2
 
 
 def test_an_unknown_device_of_the_analytic_table(own: str) -> None:

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from cocofl.chain import BlockChain
-from cocofl.errors import InvalidSetting
+from cocofl.errors import CocoflError, InvalidSetting
 from cocofl.freeze import chain_state, freeze
-from cocofl.profiling.subject import Inputs
+from cocofl.profiling.subject import Inputs, Subject
 from cocofl.profiling.sweep import LEVELS, STEPS, WIDTHS
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
 from cocofl.profiling.workspace import Settings
@@ -252,8 +252,8 @@ def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
     if settings.method == "width":
         n_blocks, costs = _width_costs(settings, DEVICES[device])
     else:
-        chain, inputs = settings.subject.chain(samples=_SAMPLES)
-        work, n_blocks = block_work(chain, inputs), len(chain)
+        work, inputs = _work_of(settings.subject)
+        n_blocks = len(work)
         for span in all_spans(n_blocks):
             trained = range(span.start, span.stop)
             costs[span] = _cost(work, trained, settings.variant, inputs, DEVICES[device])
@@ -275,8 +275,8 @@ def _width_costs(settings: Settings, device: Device) -> tuple[int, dict[Configur
     counted = sorted({*LEVELS, *STEPS[::7], 1.0})
     found, n_blocks = [], 0
     for width in counted:
-        chain, inputs = settings.subject.chain(width, samples=_SAMPLES)
-        work, n_blocks = block_work(chain, inputs), len(chain)
+        work, inputs = _work_of(settings.subject, width)
+        n_blocks = len(work)
         found.append(_cost(work, range(n_blocks), "f", inputs, device))
     seconds, peaks, uploads = (
         np.interp(WIDTHS, counted, [getattr(cost, name) for cost in found]).tolist()
@@ -287,6 +287,16 @@ def _width_costs(settings: Settings, device: Device) -> tuple[int, dict[Configur
         width: Cost(float(f"{step:.6g}"), None, round(peak), round(upload))
         for width, step, peak, upload in rows
     }
+
+
+def _work_of(subject: Subject, width: float | None = None) -> tuple[list[BlockWork], Inputs]:
+    """The work of each block on a mini-batch."""
+    try:
+        chain, inputs = subject.chain(width, samples=_SAMPLES)
+        return block_work(chain, inputs), inputs
+    except (CocoflError, RuntimeError):  # perhaps a model that takes one batch size only
+        chain, inputs = subject.chain(width)
+        return block_work(chain, inputs), inputs
 
 
 def _cost(
