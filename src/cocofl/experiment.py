@@ -23,7 +23,7 @@ from cocofl.chain import BlockChain
 from cocofl.config import Experiment
 from cocofl.data import DataSet, Partition, Rule
 from cocofl.data.origin import cache_dir
-from cocofl.engine.cohort import CohortExecutor
+from cocofl.engine.cohort import CohortExecutor, has_optimizer
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Evaluation, Job, Schedule, Watcher, evaluate, run, run_together
 from cocofl.engine.workers import Workers
@@ -218,7 +218,8 @@ def engine_kind(experiment: Experiment) -> str:
     kind = experiment.engine.kind
     if kind != "auto":
         return kind
-    return "cohort" if torch.cuda.is_available() else "serial"
+    recipe = Recipe(optimizer=experiment.training.optimizer)
+    return "cohort" if torch.cuda.is_available() and has_optimizer(recipe) else "serial"
 
 
 def rounds_of(experiment: Experiment) -> int:

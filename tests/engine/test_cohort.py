@@ -20,7 +20,7 @@ from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
 from cocofl.engine.narrow import WidthTrial
 from cocofl.errors import InvalidExperiment, InvalidSetting
-from cocofl.experiment import Run, Setup, simulate, simulate_together
+from cocofl.experiment import Run, Setup, engine_kind, simulate, simulate_together
 from cocofl.fl.local import Task, Workshop
 from cocofl.fl.merge import merge_nested
 from cocofl.fl.recipe import OPTIMIZERS
@@ -104,6 +104,17 @@ def test_one_cohort_serves_all_rounds(
     experiment = Experiment.parse(TINY).changed({"rounds": 3, "training.loss": loss})
     simulate(experiment, out=tmp_path / "run", executor=CohortExecutor("cpu", devices=3))
     assert made == [captures]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [("sgd", "cohort"), ("adam", "cohort"), ("torch.optim:RMSprop", "serial")],
+)
+def test_auto_is_what_the_optimizer_allows(
+    optimizer: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert engine_kind(Experiment().changed({"training.optimizer": optimizer})) == kind
 
 
 class Exact(nn.Module):

@@ -401,15 +401,20 @@ def _mini_batches(
     return indices, valid
 
 
+def has_optimizer(recipe: Recipe) -> bool:
+    """Whether many devices can descend together as a recipe says."""
+    return recipe.optimizer_class() in (torch.optim.SGD, torch.optim.Adam)
+
+
 def _stacked_optimizer(recipe: Recipe) -> Optimizer:
-    kind, decay = recipe.optimizer_class(), recipe.weight_decay
-    if kind is torch.optim.SGD:
-        return Sgd(momentum=recipe.momentum, weight_decay=decay, clip=recipe.clip)
-    if kind is not torch.optim.Adam:
+    decay = recipe.weight_decay
+    if not has_optimizer(recipe):
         raise InvalidSetting(
             f"the cohort engine knows the optimizers sgd and adam, not {recipe.optimizer!r}; "
             'use engine.kind = "serial"'
         )
+    if recipe.optimizer_class() is torch.optim.SGD:
+        return Sgd(momentum=recipe.momentum, weight_decay=decay, clip=recipe.clip)
     if recipe.momentum:
         raise InvalidSetting(
             f"adam takes no momentum, and training.momentum is {recipe.momentum}; set it to 0"
