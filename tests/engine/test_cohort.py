@@ -372,6 +372,19 @@ class Stop:
         pass
 
 
+def bright_spots(_folder: Path | None) -> dict[str, tuple[Any, Any]]:
+    """A small data set that needs nothing installed, as machines with a GPU may not have it."""
+    rng = np.random.default_rng(0)
+
+    def some(n: int) -> tuple[Any, Any]:
+        labels = rng.integers(0, 10, n)
+        images = rng.integers(0, 100, (n, 8, 8, 1))
+        images[np.arange(n), labels % 8, labels // 2] += 150
+        return images.astype(np.uint8), labels
+
+    return {"train": some(600), "test": some(100)}
+
+
 @pytest.mark.parametrize(
     "on", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_GPU, reason="no GPU here"))]
 )
@@ -379,8 +392,8 @@ class Stop:
 def test_an_interrupted_cohort_goes_on_as_if_nothing_had_been(
     strategy: str, on: str, tmp_path: Path
 ) -> None:
-    engine = {"engine": TINY["engine"] | {"checkpoint_every": 2}}
-    experiment = Experiment.parse(TINY | engine | {"rounds": 5, "strategy": {"name": strategy}})
+    settings = {"rounds": 5, "strategy.name": strategy, "data.name": f"{__name__}:bright_spots"}
+    experiment = Experiment.parse(TINY).changed({**settings, "engine.checkpoint_every": 2})
     whole = simulate(experiment, out=tmp_path / "whole", executor=CohortExecutor(on))
     with pytest.raises(KeyboardInterrupt):
         simulate(experiment, out=tmp_path / "cut", executor=CohortExecutor(on), watchers=[Stop(3)])
