@@ -404,15 +404,17 @@ def test_an_interrupted_cohort_goes_on_as_if_nothing_had_been(
     assert all(torch.equal(tensor, again.state[key]) for key, tensor in whole.state.items())
 
 
+@pytest.mark.parametrize("at_once", [5, 8])
 @pytest.mark.parametrize(
     ("strategy", "tolerance"), [("cocofl", 2e-2), ("heterofl", 1e-5), ("fjord", 1e-5)]
 )
 def test_seeds_that_run_together_give_what_each_gives_alone(
-    strategy: str, tolerance: float, tmp_path: Path
+    strategy: str, tolerance: float, at_once: int, tmp_path: Path
 ) -> None:
+    """Whether the devices of all of them fit, or not."""
     base = Experiment.parse(TINY | {"strategy": {"name": strategy}})
     several = {tmp_path / f"seed{seed}": base.changed({"seed": seed}) for seed in (3, 4)}
-    together = simulate_together(several, executor=CohortExecutor("cpu", devices=5))
+    together = simulate_together(several, executor=CohortExecutor("cpu", devices=at_once))
     for run, one in zip(together, several.values(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone{one.seed}", executor=CohortExecutor("cpu"))
         assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]

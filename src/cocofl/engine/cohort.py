@@ -171,7 +171,7 @@ class CohortExecutor:
     ) -> Iterator[tuple[int, Contribution]]:
         """Each device's contribution with the number of its run.
 
-        It is good until the next devices are trained, unless told to ``keep`` it.
+        It is good until the cohort runs again, be it for statistics, unless told to ``keep`` it.
         """
         states = [state for _, state in asked]
         everyone = [
@@ -188,10 +188,9 @@ class CohortExecutor:
         rows = Rows.below_each_other([self._rows(cohort, state) for state in states])
         self._held = {id(state): self._held[id(state)] for state in states}
         train_some = self._train_spans if spans else self._train_widths
-        copies = keep and len(everyone) > cohort.devices
         for first in range(0, len(everyone), cohort.devices):
             some = everyone[first : first + cohort.devices]
-            sent = train_some(cohort, some, rows, states, copies)
+            sent = train_some(cohort, some, rows, states, keep)
             yield from ((one.run, own) for one, own in zip(some, sent, strict=True))
 
     def _train_spans(
@@ -200,7 +199,7 @@ class CohortExecutor:
         some: Sequence[_Participant],
         rows: Rows,
         states: Sequence[State],
-        copies: bool,
+        keep: bool,
     ) -> Iterator[Contribution]:
         works = [_device_work(task)._replace(state=run) for run, task in some]
         known = [
@@ -210,7 +209,7 @@ class CohortExecutor:
         means = cohort.losses.tolist()
         sound, scales = _are_finite(cohort), (~cohort.measured.isnan()).sum(1).tolist()
         for d, ((_, task), work) in enumerate(zip(some, works, strict=True)):
-            own = cohort.rows_now(d).clone() if copies else cohort.rows_now(d)
+            own = cohort.rows_now(d).clone() if keep else cohort.rows_now(d)
             yield _Sent(
                 tensors=_RowTensors(partial(_update, cohort, own, work), own),
                 samples=len(task.indices),
@@ -225,7 +224,7 @@ class CohortExecutor:
         some: Sequence[_Participant],
         rows: Rows,
         states: Sequence[State],
-        copies: bool,
+        keep: bool,
     ) -> Iterator[Contribution]:
         tasks = [task for _, task in some]
         works = [self._narrow.work(task)._replace(state=run) for run, task in some]
@@ -237,7 +236,7 @@ class CohortExecutor:
         means, sound = cohort.losses.tolist(), _are_finite(cohort)
         for d, task in enumerate(tasks):
             own = self._narrow.narrowed(task, works[d], d, schedule, valid[:, d])
-            own = own.clone() if copies else own
+            own = own.clone() if keep else own
             yield _Sent(
                 tensors=_NarrowTensors(partial(self._narrow.tensors, own), own),
                 samples=len(task.indices),
