@@ -476,3 +476,13 @@ def test_a_cohort_is_let_go_of_at_once() -> None:
         assert [cohort() is None for cohort in cohorts] == [True, True]
     finally:
         gc.enable()
+
+
+def test_testing_leaves_the_numbers_of_samples_alone() -> None:
+    job = Setup(Experiment.parse(TINY)).job()
+    executor = CohortExecutor("cpu")
+    executor.prepare(job.materials, KernelPlan())
+    parts = [np.arange(20), np.arange(20, 40)]
+    for _ in range(2):
+        executor.confusion(job.initial, parts, "running")
+        assert [part.tolist() for part in parts] == [[*range(20)], [*range(20, 40)]]
