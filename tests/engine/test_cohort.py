@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -22,10 +24,10 @@ from cocofl.engine.narrow import WidthTrial
 from cocofl.errors import InvalidExperiment, InvalidSetting
 from cocofl.experiment import Run, Setup, engine_kind, simulate, simulate_together
 from cocofl.fl.local import Task, Workshop
-from cocofl.fl.merge import merge_nested
+from cocofl.fl.merge import merge, merge_nested
 from cocofl.fl.recipe import OPTIMIZERS
 from cocofl.fl.spans import SpanWork
-from cocofl.fl.widths import WidthWork
+from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.models.base import narrowed
@@ -404,15 +406,17 @@ def test_an_interrupted_cohort_goes_on_as_if_nothing_had_been(
     assert all(torch.equal(tensor, again.state[key]) for key, tensor in whole.state.items())
 
 
+@pytest.mark.parametrize("at_once", [5, 8])
 @pytest.mark.parametrize(
     ("strategy", "tolerance"), [("cocofl", 2e-2), ("heterofl", 1e-5), ("fjord", 1e-5)]
 )
 def test_seeds_that_run_together_give_what_each_gives_alone(
-    strategy: str, tolerance: float, tmp_path: Path
+    strategy: str, tolerance: float, at_once: int, tmp_path: Path
 ) -> None:
+    """Whether the devices of all of them fit, or not."""
     base = Experiment.parse(TINY | {"strategy": {"name": strategy}})
     several = {tmp_path / f"seed{seed}": base.changed({"seed": seed}) for seed in (3, 4)}
-    together = simulate_together(several, executor=CohortExecutor("cpu", devices=5))
+    together = simulate_together(several, executor=CohortExecutor("cpu", devices=at_once))
     for run, one in zip(together, several.values(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone{one.seed}", executor=CohortExecutor("cpu"))
         assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]
@@ -437,3 +441,48 @@ def test_only_seeds_run_together(tmp_path: Path) -> None:
     base = Experiment.parse(TINY)
     with pytest.raises(InvalidExperiment, match="may differ in their seed only"):
         simulate_together({tmp_path / "a": base, tmp_path / "b": base.changed({"rounds": 2})})
+
+
+def test_only_the_states_of_a_round_are_kept() -> None:
+    """Not those of all rounds before."""
+    job = Setup(Experiment.parse(TINY)).job()
+    indices = np.arange(20)
+    for work in (SpanWork(Span(0, 6), "f"), WidthWork(0.5), OrderedWork((0.5, 1.0))):
+        executor, shop = CohortExecutor("cpu"), Workshop(job.materials)
+        executor.prepare(job.materials, KernelPlan())
+        merger = executor.merger(merge if isinstance(work, SpanWork) else merge_nested)
+        state, seen = job.initial, []
+        for round_index in range(4):
+            sent = executor.train([Task(0, round_index, 0, indices, work, 0.1)], state)
+            state = merger(state, sent, shop.places)
+            seen.append(weakref.ref(state["stem.0.weight"]))
+        assert [one() is None for one in seen] == [True, True, False, False], work
+
+
+def test_a_cohort_is_let_go_of_at_once() -> None:
+    """When a larger one takes its place, and in the end: its memory is a GPU's."""
+    job = Setup(Experiment.parse(TINY)).job()
+    executor = CohortExecutor("cpu")
+    executor.prepare(job.materials, KernelPlan())
+    gc.disable()
+    try:
+        cohorts = []
+        for devices in (1, 2):
+            tasks = [Task(0, 0, d, np.arange(20), WidthWork(0.5), 0.1) for d in range(devices)]
+            assert [one.is_finite for one in executor.train(tasks, job.initial)] == [True] * devices
+            cohorts.append(weakref.ref(executor._cohort))
+        assert [cohort() is None for cohort in cohorts] == [True, False]
+        executor.close()
+        assert [cohort() is None for cohort in cohorts] == [True, True]
+    finally:
+        gc.enable()
+
+
+def test_testing_leaves_the_numbers_of_samples_alone() -> None:
+    job = Setup(Experiment.parse(TINY)).job()
+    executor = CohortExecutor("cpu")
+    executor.prepare(job.materials, KernelPlan())
+    parts = [np.arange(20), np.arange(20, 40)]
+    for _ in range(2):
+        executor.confusion(job.initial, parts, "running")
+        assert [part.tolist() for part in parts] == [[*range(20)], [*range(20, 40)]]

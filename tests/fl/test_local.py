@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from cocofl import Span, data
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import batch_stream, mini_batches, n_batches, tensors
-from cocofl.fl.local import Workshop
+from cocofl.fl.local import Materials, Workshop
+from cocofl.fl.merge import merge_nested
+from cocofl.fl.recipe import Recipe
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.widths import OrderedWork, WidthWork
+from cocofl.models.base import narrowed
+from cocofl.profiling.subject import Subject
 
 from .conftest import initial, make_workshop, task
 
@@ -215,3 +219,39 @@ def test_a_last_batch_of_one_sample_says_what_to_do(
     monkeypatch.setattr(SpanWork, "train", train)
     with pytest.raises(InvalidSetting, match=r"more than 1 value per channel.*last_batch = .drop"):
         workshop.train(task(SpanWork(Span(0, 6))), initial(workshop))
+
+
+class Odd(nn.Module):
+    """Two layers with one weight, and a buffer of whole numbers."""
+
+    def __init__(self, num_classes: int, width: float) -> None:
+        super().__init__()
+        channels = narrowed(8, width)
+        self.stem, self.norm = nn.Linear(64, channels), nn.BatchNorm1d(channels)
+        self.one, self.two = nn.Linear(channels, channels), nn.Linear(channels, channels)
+        self.two.weight = self.one.weight
+        self.last = nn.Linear(channels, num_classes)
+        self.register_buffer("order", torch.arange(63, -1, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x.flatten(1)[:, self.order]))
+        return self.last(F.relu(self.two(F.relu(self.one(x)))))
+
+
+def odd(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    return Odd(num_classes, width), torch.rand(4, 1, 8, 8)
+
+
+@pytest.mark.parametrize("work", [WidthWork(0.5), OrderedWork((0.5, 1.0))])
+def test_narrower_networks_keep_weights_tied_and_whole_numbers_whole(
+    work: WidthWork | OrderedWork, digits: data.DataSet
+) -> None:
+    subject = Subject(f"{__name__}:odd", 16, 10)
+    workshop = Workshop(Materials(subject, Recipe(batch=16), digits.train, digits.test))
+    state = before = initial(workshop)
+    for _ in range(2):
+        state = merge_nested(state, [workshop.train(task(work), state)], workshop.places)
+    assert not torch.equal(state["one.weight"], before["one.weight"])
+    assert torch.equal(state["one.weight"], state["two.weight"])
+    assert [key for key in state if key.endswith("order")] == ["order"]
+    assert torch.equal(state["order"], before["order"])

@@ -44,7 +44,7 @@ class WidthTables:
 def test_a_device_trains_the_widths_that_fit(
     time: float, heterofl: str, fjord: tuple[str, tuple[float, ...]]
 ) -> None:
-    situation = Situation(0, 0, Budget(time=time), 1.0, np.random.default_rng(0))
+    situation = Situation(0, 0, Budget(time=time), np.random.default_rng(0))
     plans = [STRATEGIES[name](WidthTables()).plan(situation) for name in ("heterofl", "fjord")]
     assert plans[0] is not None
     assert plans[1] is not None
@@ -53,12 +53,12 @@ def test_a_device_trains_the_widths_that_fit(
 
 
 def test_a_transformer_has_no_other_widths_than_its_own() -> None:
-    situation = Situation(0, 0, Budget(time=0.11), 1.0, np.random.default_rng(0))
+    situation = Situation(0, 0, Budget(time=0.11), np.random.default_rng(0))
     for name in ("heterofl", "fjord"):
         assert STRATEGIES[name](WidthTables(is_text=True)).plan(situation) is None
 
 
 def test_a_device_that_nothing_fits_sits_out() -> None:
-    situation = Situation(0, 0, Budget(time=0.05), 1.0, np.random.default_rng(0))
+    situation = Situation(0, 0, Budget(time=0.05), np.random.default_rng(0))
     for name in ("heterofl", "fjord"):
         assert STRATEGIES[name](WidthTables()).plan(situation) is None

@@ -140,3 +140,21 @@ def test_what_a_width_may_change(of_channels: Any, is_known: bool) -> None:
     torch.manual_seed(0)
     full, narrow = (Between(n, of_channels(n)) for n in (8, 4))
     assert narrows(full, narrow, torch.randn(4, 5, 6)) == is_known
+
+
+class Positions(nn.Module):
+    """A vector for each position, looked up by a buffer that no sample changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.places = nn.Embedding(5, 8)
+        self.register_buffer("order", torch.arange(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.first(x) + self.places(self.order)).mean(1))
+
+
+def test_an_embedding_of_what_is_the_same_for_all_samples() -> None:
+    torch.manual_seed(0)
+    assert disagreement(split(Positions(), torch.randn(4, 5, 6))) is None

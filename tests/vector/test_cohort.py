@@ -227,3 +227,17 @@ def test_a_tied_weight_is_not_read_once() -> None:
     once = {key for key, slot in slots.items() if slot in program.read_once}
     assert {key for key in slots if "twice" in key} == set(slots) - once
     assert len(once) == 4
+
+
+def test_a_device_that_rests_keeps_its_statistics() -> None:
+    """Also where a norm runs device by device: of no samples it would track no number."""
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.GELU(), nn.Flatten(), nn.Linear(64, 10))
+    x, y = torch.randn(SAMPLES, 1, 6, 6), torch.randint(0, 10, (SAMPLES,))
+    chain = split(model, x[:BATCH])
+    one = draw_round([DeviceWork(Span(0, len(chain)), "f", 0.05)] * 5, SAMPLES, BATCH, SIZES)
+    state = chain_state(chain)
+    found = together(cohort_of(chain, x, y, devices=6), state, one)
+    for (a, _), (b, _) in zip(serially(chain, state, one, x, y), found, strict=True):
+        assert largest_difference(a, b) < 1e-5

@@ -131,6 +131,7 @@ class CohortExecutor:
         self._source = ResidentSplit(materials.train, self._on)
         self._tests = ResidentSplit(materials.test, self._on)
         self._cohort: Cohort | None = None
+        self._narrow: NarrowNetworks | None = None
         self._room_for = 0, False  # so many devices; whether they distil
         self._alone = self._must_train_alone()
         self._widths = WidthTrial(self._workshop)
@@ -171,7 +172,7 @@ class CohortExecutor:
     ) -> Iterator[tuple[int, Contribution]]:
         """Each device's contribution with the number of its run.
 
-        It is good until the next devices are trained, unless told to ``keep`` it.
+        It is good until the cohort runs again, be it for statistics, unless told to ``keep`` it.
         """
         states = [state for _, state in asked]
         everyone = [
@@ -188,10 +189,9 @@ class CohortExecutor:
         rows = Rows.below_each_other([self._rows(cohort, state) for state in states])
         self._held = {id(state): self._held[id(state)] for state in states}
         train_some = self._train_spans if spans else self._train_widths
-        copies = keep and len(everyone) > cohort.devices
         for first in range(0, len(everyone), cohort.devices):
             some = everyone[first : first + cohort.devices]
-            sent = train_some(cohort, some, rows, states, copies)
+            sent = train_some(cohort, some, rows, states, keep)
             yield from ((one.run, own) for one, own in zip(some, sent, strict=True))
 
     def _train_spans(
@@ -200,7 +200,7 @@ class CohortExecutor:
         some: Sequence[_Participant],
         rows: Rows,
         states: Sequence[State],
-        copies: bool,
+        keep: bool,
     ) -> Iterator[Contribution]:
         works = [_device_work(task)._replace(state=run) for run, task in some]
         known = [
@@ -210,7 +210,7 @@ class CohortExecutor:
         means = cohort.losses.tolist()
         sound, scales = _are_finite(cohort), (~cohort.measured.isnan()).sum(1).tolist()
         for d, ((_, task), work) in enumerate(zip(some, works, strict=True)):
-            own = cohort.rows_now(d).clone() if copies else cohort.rows_now(d)
+            own = cohort.rows_now(d).clone() if keep else cohort.rows_now(d)
             yield _Sent(
                 tensors=_RowTensors(partial(_update, cohort, own, work), own),
                 samples=len(task.indices),
@@ -225,26 +225,27 @@ class CohortExecutor:
         some: Sequence[_Participant],
         rows: Rows,
         states: Sequence[State],
-        copies: bool,
+        keep: bool,
     ) -> Iterator[Contribution]:
-        tasks = [task for _, task in some]
-        works = [self._narrow.work(task)._replace(state=run) for run, task in some]
+        narrow, tasks = self._narrow, [task for _, task in some]
+        assert narrow is not None
+        works = [narrow.work(task)._replace(state=run) for run, task in some]
         indices, valid = self._mini_batches(some)
-        schedule, levels = self._narrow.schedule(tasks, len(indices)), None
+        schedule, levels = narrow.schedule(tasks, len(indices)), None
         if schedule is not None:
-            levels = schedule, self._narrow.statistics_of(states)[[run for run, _ in some]]
+            levels = schedule, narrow.statistics_of(states)[[run for run, _ in some]]
         cohort.train(rows, [frozenset()] * len(states), works, indices, valid, levels)
         means, sound = cohort.losses.tolist(), _are_finite(cohort)
         for d, task in enumerate(tasks):
-            own = self._narrow.narrowed(task, works[d], d, schedule, valid[:, d])
-            own = own.clone() if copies else own
+            own = narrow.narrowed(task, works[d], d, schedule, valid[:, d])
+            own = own.clone() if keep else own
             yield _Sent(
-                tensors=_NarrowTensors(partial(self._narrow.tensors, own), own),
+                tensors=_NarrowTensors(partial(narrow.tensors, own), own),
                 samples=len(task.indices),
                 loss=means[d],
-                width=self._narrow.width(own.level),
-                rows=self._narrow.voting_rows(own),
-                size_bytes=self._narrow.sent_bytes(own),
+                width=narrow.width(own.level),
+                rows=narrow.voting_rows(own),
+                size_bytes=narrow.sent_bytes(own),
                 sound=sound[d] and bool(np.isfinite(means[d])),
             )
 
@@ -301,6 +302,7 @@ class CohortExecutor:
         if not are_narrow:
             return merge_nested(state, everyone, places)
         assert self._cohort is not None
+        assert self._narrow is not None
         old = self._rows(self._cohort, state)
         sent = (one.tensors.own for one in everyone)
         merged, rows = self._narrow.merge(state, old, sent)
@@ -341,7 +343,8 @@ class CohortExecutor:
 
     def close(self) -> None:
         """Let go of the GPU's memory."""
-        self._cohort = self._examiner = None
+        self._cohort = self._narrow = self._examiner = None
+        self._held = {}
 
     def _cohort_for(self, wanted: int, *, distils: bool = False) -> Cohort:
         most, distilled = self._room_for
@@ -349,7 +352,7 @@ class CohortExecutor:
             self._room_for = max(wanted, most), distils or distilled
             chain, recipe = self._workshop.chain(), self._workshop.recipe
             program = Program(chain, self._on) if self._cohort is None else self._cohort.program
-            self._cohort = None  # its memory is for the next
+            self._cohort = self._narrow = None  # their memory is for the next
 
             def make(devices: int) -> Cohort:
                 return Cohort(

@@ -50,9 +50,12 @@ class Examiner:
             norm.momentum = 0.0
         self._counts.zero_()
         for chunk in chunks:
-            indices = torch.from_numpy(chunk)
-            place = self._chunks.setdefault(len(chunk), indices.to(self._on))
-            place.copy_(indices)
+            if len(chunk) not in self._chunks:
+                self._chunks[len(chunk)] = torch.empty(
+                    len(chunk), dtype=torch.long, device=self._on
+                )
+            place = self._chunks[len(chunk)]
+            place.copy_(torch.from_numpy(chunk))
             self._graphs.run((len(chunk), statistics), partial(self._count, place))
         found: NDArray[np.int64] = self._counts.view([self._tests.classes] * 2).cpu().numpy()
         return found

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
@@ -95,8 +95,10 @@ class NarrowNetworks:
         self._workshop, self._cohort = workshop, cohort
         self._numbers: dict[_Level, int] = {}
         self._left: dict[int, tuple[Mapping[str, Tensor], dict[float, Tensor]]] = {}
-        self._parameter_bytes = cache(self._parameter_bytes_at)
-        self._statistic_bytes = cache(self._statistic_bytes_at)
+        # Not methods, so that nothing here refers to itself, and a cohort's memory is free at once.
+        self._parameter_bytes = cache(partial(_parameter_bytes, workshop))
+        tracked = cohort.program.slots.statistics.by_key.keys()
+        self._statistic_bytes = cache(partial(_statistic_bytes, workshop, tracked))
 
     def level(self, width: float, *, scaled: bool = False) -> int:
         """The number of a width in the cohort."""
@@ -190,14 +192,6 @@ class NarrowNetworks:
         statistics = (self._statistic_bytes(self.width(level)) for level in own.statistics)
         return self._parameter_bytes(self.width(own.level)) + sum(statistics)
 
-    def _parameter_bytes_at(self, width: float) -> int:
-        return sum(p.nbytes for p in self._workshop.model(width).parameters())
-
-    def _statistic_bytes_at(self, width: float) -> int:
-        buffers = self._workshop.model(width).state_dict().items()
-        slots = self._cohort.program.slots.statistics.by_key
-        return sum(t.nbytes for key, t in buffers if key in slots)
-
     def tensors(self, own: Narrowed) -> State:
         """What a device sends, by key."""
         kinds, width = self._cohort.program.slots, self.width(own.level)
@@ -257,9 +251,19 @@ class NarrowNetworks:
             kind, places = cohort.program.slots.statistics, self._workshop.places(width)
             narrower = _at_places(kind, row.cpu(), places)
             merged |= {statistics_key(key, width): t for key, t in narrower.items()}
-        _, before = self._left.get(id(state), (state, {}))
-        self._left[id(merged)] = merged, before | averaged
+        if known := self._left.get(id(state), (state, {}))[1] | averaged:
+            self._left[id(merged)] = merged, known
         return merged, rows
+
+
+def _parameter_bytes(workshop: Workshop, width: float) -> int:
+    named = workshop.model(width).named_parameters(remove_duplicate=False)
+    return sum(parameter.nbytes for _, parameter in named)
+
+
+def _statistic_bytes(workshop: Workshop, tracked: Container[str], width: float) -> int:
+    buffers = workshop.model(width).state_dict().items()
+    return sum(t.nbytes for key, t in buffers if key in tracked)
 
 
 def _at_places(slots: Slots, row: Tensor, places: Mapping[str, Place]) -> State:

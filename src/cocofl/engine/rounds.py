@@ -31,7 +31,7 @@ _ASKED_AT_MOST = 1000
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over rounds: divided by a factor at some of them."""
+    """The learning rate over rounds: multiplied by a factor at some of them."""
 
     lr: float = 0.1
     decay_rounds: tuple[int, ...] = ()

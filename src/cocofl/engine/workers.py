@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class _Channel:
         )
         for fd in theirs:
             os.close(fd)
+        self._room_bytes = fcntl.fcntl(our_requests, fcntl.F_GETPIPE_SZ)
         self._requests = Connection(our_requests, readable=False)
         self.replies = Connection(our_replies, writable=False)
 
@@ -76,6 +78,14 @@ class _Channel:
             self._requests.send((name, arguments))
         except BrokenPipeError as error:
             raise self._gone() from error
+
+    def takes_at_once(self, name: str, *arguments: Any) -> bool:
+        """Whether a request can be sent while the worker is busy with another.
+
+        Waiting for room in its pipe, this process would not read the answer that the worker may
+        be waiting to send: both would wait forever.
+        """
+        return 2 * len(ForkingPickler.dumps((name, arguments))) < self._room_bytes
 
     def answer(self) -> Any:
         """Wait for the answer to the oldest request."""
@@ -178,26 +188,29 @@ class Workers:
         """The answers in the order of the requests.
 
         A worker gets its next request before it has answered the last, so that it never waits for
-        this process; but not the last few, which go to whoever is free.
+        this process; but not the last few, which go to whoever is free, nor very large ones.
         """
         waiting = deque(enumerate(requests))
         asked: dict[Any, deque[tuple[_Channel, int]]] = {c.replies: deque() for c in self._channels}
         answers: dict[int, Any] = {}
 
         def give(channel: _Channel) -> None:
-            index, arguments = waiting.popleft()
-            channel.ask(name, *arguments)
-            asked[channel.replies].append((channel, index))
+            if not waiting:
+                return
+            index, arguments = waiting[0]
+            is_free, are_many = not asked[channel.replies], len(waiting) > len(self._channels)
+            if is_free or (are_many and channel.takes_at_once(name, *arguments)):
+                waiting.popleft()
+                channel.ask(name, *arguments)
+                asked[channel.replies].append((channel, index))
 
         for _ in range(2):
             for channel in self._channels:
-                if waiting and (not asked[channel.replies] or len(waiting) > len(self._channels)):
-                    give(channel)
+                give(channel)
         for index in range(len(requests)):
             while index not in answers:
                 for ready in wait([replies for replies, queue in asked.items() if queue]):
                     channel, done = asked[ready].popleft()
                     answers[done] = channel.answer()
-                    if waiting and (not asked[ready] or len(waiting) > len(self._channels)):
-                        give(channel)
+                    give(channel)
             yield answers.pop(index)

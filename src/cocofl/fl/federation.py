@@ -30,8 +30,6 @@ class Situation:
     round_index: int
     budget: Budget
     """Time as a fraction of full training on the device's *own* number of steps."""
-    load: float
-    """Its number of steps, relative to the mean share's."""
     rng: np.random.Generator
 
 
@@ -80,7 +78,6 @@ class Federation:
             device,
             round_index,
             replace(budget, time=budget.time / load),
-            load,
             stream(self.seed, "select", round_index, device),
         )
 

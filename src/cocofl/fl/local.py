@@ -181,7 +181,7 @@ class Workshop:
         with torch.no_grad():
             for inputs, _ in self.load(task):
                 net(inputs)
-        learned = dict(self.model().named_parameters())
+        learned = parameter_keys(self.model())
         sent = {key: t for key, t in net.update().tensors.items() if key not in learned}
         return Contribution(sent, len(task.indices))
 
@@ -189,3 +189,16 @@ class Workshop:
 def norms_of(net: nn.Module) -> list[_NormBase]:
     """Its norms that keep statistics."""
     return [module for module in net.modules() if isinstance(module, _NormBase)]
+
+
+def parameter_keys(net: nn.Module) -> dict[str, str]:
+    """By key of a parameter the first key of the same one: a tied weight has several.
+
+    >>> ends = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    >>> ends[1].weight = ends[0].weight
+    >>> parameter_keys(ends)
+    {'0.weight': '0.weight', '1.weight': '0.weight'}
+    """
+    first: dict[nn.Parameter, str] = {}
+    named = net.named_parameters(remove_duplicate=False)
+    return {key: first.setdefault(parameter, key) for key, parameter in named}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cocofl.chain import BlockChain, split
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Task, Workshop
+from cocofl.fl.local import Task, Workshop, parameter_keys
 from cocofl.fl.merge import Contribution, State
 from cocofl.freeze import FrozenNet, freeze
 from cocofl.span import Span
@@ -51,7 +51,7 @@ class WidthWork:
         present = self.present(workshop, task)
         losses = self._losses(net, workshop, task, present)
         loss = workshop.recipe.descend(net.parameters(), losses, task.lr)
-        learned = dict(workshop.model(self.width).named_parameters())
+        learned = parameter_keys(workshop.model(self.width))
         sent = {key: t for key, t in net.update().tensors.items() if key in learned}
         rows = {} if present is None else dict.fromkeys(classifier_keys(workshop), present)
         return Contribution(sent, len(task.indices), loss, self.width, rows)
@@ -109,9 +109,12 @@ class OrderedWork:
 
         losses = self._losses(workshop, task, scores)
         loss = workshop.recipe.descend(parameters.values(), losses, task.lr)
-        sent = {key: p.detach() for key, p in parameters.items()}
+        keys = parameter_keys(workshop.model(widest)).items()
+        sent = {key: parameters[first].detach() for key, first in keys}
         for width, own in buffers.items():
-            sent |= {statistics_key(key, width): t for key, t in own.items() if _is_kept(key)}
+            # What is counted, like mini-batches or positions, is no statistic.
+            floats = {key: t for key, t in own.items() if t.is_floating_point()}
+            sent |= {statistics_key(key, width): t for key, t in floats.items()}
         return Contribution(sent, len(task.indices), loss, widest)
 
     def draws(self, task: Task) -> Iterator[float]:
@@ -147,13 +150,9 @@ def statistics_key(key: str, width: float) -> str:
     return key if width == 1.0 else f"{STATISTICS_PREFIX}{width:g}.{key}"
 
 
-def _is_kept(key: str) -> bool:
-    return not key.endswith("num_batches_tracked")
-
-
 def _own_statistics(model: nn.Module, state: Mapping[str, Tensor], width: float) -> State:
     """The server's statistics of a width, or fresh ones where nobody has trained it yet."""
-    learned = dict(model.named_parameters())
+    learned = parameter_keys(model)
     return {
         key: state.get(statistics_key(key, width), buffer).clone()
         for key, buffer in model.state_dict().items()

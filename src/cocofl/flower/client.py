@@ -77,7 +77,6 @@ class Device:
             self._number,
             round_index,
             node_budget(self._node, steps * recipe.batch),
-            1.0,
             stream(experiment.seed, "select", round_index, self._number),
         )
         plan = setup.strategy.plan(situation)

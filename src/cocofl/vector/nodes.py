@@ -117,10 +117,12 @@ class NodeCall:
     ) -> Tensor:
         """One device after the other; ``counts`` says how many samples of each there are."""
         results = []
-        for d, mode in enumerate(modes):
+        for d in range(len(modes)):
             own = {name: x[d] for name, x in values.items()}
             if counts is not None:
-                own = {name: x[: counts[d]] for name, x in own.items()}
+                own = {name: x[: max(counts[d], 1)] for name, x in own.items()}
+            # A device that rests is not to track statistics of no samples.
+            mode = "frozen" if counts is not None and counts[d] == 0 else modes[d]
             # Statistics are written to where they are; others of the device read the same row.
             state = {
                 h: t[d] if h.learns or mode == "trained" else t[d].clone() for h, t in held.items()

@@ -206,7 +206,7 @@ class _Builder:
         node = op.nodes[-1]
         if len(op.nodes) > 1 or node.op != "call_module" or len(op.inputs) != 1:
             return None
-        if len(node.args) != 1 or node.kwargs:
+        if len(node.args) != 1 or node.kwargs or op.inputs[0] in self._inlined:
             return None
         graph, x = self._graphs[block], self._example[op.inputs[0]]
         layer, find = graph.get_submodule(str(node.target)), self._slots.parameters.find

@@ -45,7 +45,6 @@ class Sites:
     def __init__(self, plain: Sequence[LoweredBlock]) -> None:
         self.values = [(i, site) for i, low in enumerate(plain) for site in low.sites]
         self.keys = [scale_key(v, way) for _, v in self.values for way in (OUTPUT, GRADIENT)]
-        self.blocks = [i for i, _ in self.values for _ in (OUTPUT, GRADIENT)]
         self.place = {key: i for i, key in enumerate(self.keys)}
 
 

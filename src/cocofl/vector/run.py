@@ -82,11 +82,6 @@ class Run:
 
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    @property
-    def devices(self) -> int:
-        """How many there are."""
-        return len(self.valid)
-
     def rows(self, x: Tensor, *, image: bool = True) -> Tensor:
         """How many of each device's rows of ``x`` count."""
         n = row_count(x, image=image)

@@ -1,0 +1,42 @@
+"""Worker processes and the pipes to them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cocofl.config import Experiment
+from cocofl.engine.workers import PIPE_BYTES, Workers
+from cocofl.experiment import Setup
+from cocofl.fl.local import Task, Workshop
+from cocofl.fl.merge import Contribution
+from cocofl.freeze import KernelPlan
+
+
+@dataclass(frozen=True)
+class SendsMuch:
+    """Work that is done at once, and whose result is larger than a pipe."""
+
+    def train(self, _shop: Workshop, task: Task, _state: dict[str, Tensor]) -> Contribution:
+        return Contribution({"much": torch.zeros(PIPE_BYTES)}, len(task.indices))
+
+
+def test_requests_and_answers_that_are_larger_than_a_pipe() -> None:
+    """Nobody waits for room in a pipe whose reader waits for room in the other one."""
+    job = Setup(Experiment()).job()
+    indices = np.zeros(PIPE_BYTES, np.int64)
+    tasks = [Task(0, 0, device, indices, SendsMuch(), 0.1) for device in range(4)]
+    workers, pool = Workers(1), ThreadPoolExecutor(1)
+    try:
+        workers.prepare(job.materials, KernelPlan())
+        answers = pool.submit(lambda: list(workers.train(tasks, {})))
+        assert [one.samples for one in answers.result(timeout=15)] == [PIPE_BYTES] * 4
+    finally:
+        for channel in workers._channels:
+            channel.process.kill()
+        pool.shutdown()
+        workers.close()
