@@ -45,6 +45,10 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ({"faults": {"dropout": 1.5}}, "at least 0 and at most 1"),
         ({"engine": {"kernels": "cuda"}}, "expected one of auto, reference"),
         ({"training": {"lr": float("nan")}}, "training.lr is nan"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; expected a number at least 0 and at most"),
+        ({"engine": {"workers": 100_000}}, "engine.workers is 100000; .* at most 1024"),
+        ({"name": ""}, "name is ''; expected the name of a folder below runs"),
+        ({"name": "../x"}, "name is '../x'; expected the name of a folder below runs"),
     ],
 )
 def test_mistakes_are_named(content: dict[str, object], message: str) -> None:

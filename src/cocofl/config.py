@@ -23,6 +23,8 @@ from cocofl.named import nearest
 from cocofl.vector import PRECISIONS
 
 ENGINES = ("auto", "serial", "cohort", "flower")
+MAX_SEED = 2**63 - 1  # the largest that PyTorch takes
+MAX_WORKERS = 1024  # each is a process with a PyTorch of its own
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         _check_choice("engine.kind", self.kind, ENGINES)
-        _check("engine.workers", self.workers, least=0)
+        _check("engine.workers", self.workers, least=0, most=MAX_WORKERS)
         _check_choice("engine.kernels", self.kernels, BACKENDS)
         _check("engine.checkpoint_every", self.checkpoint_every, least=1)
         _check_choice("engine.precision", self.precision, PRECISIONS)
@@ -192,7 +194,12 @@ class Experiment:
 
     def __post_init__(self) -> None:
         _check("rounds", self.rounds, least=1)
-        _check("seed", self.seed, least=0)
+        _check("seed", self.seed, least=0, most=MAX_SEED)
+        name = Path(self.name)
+        if not name.parts or name.is_absolute() or ".." in name.parts:
+            raise InvalidExperiment(
+                f"name is {self.name!r}; expected the name of a folder below runs"
+            )
 
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Experiment:
