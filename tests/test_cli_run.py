@@ -105,6 +105,11 @@ def test_compare_prints_one_table(call: Call, tmp_path: Path) -> None:
         (["run", "tiny.toml", "--track", "tensorbord"], "did you mean tensorboard"),
         (["compare", "tiny.toml", "--lr-grid", "fast"], "--lr-grid fast"),
         (["evaluate", "."], "is not a run folder"),
+        (["run", "tiny.toml", "--set", "training.optimizer=sdg"], "did you mean sgd"),
+        (
+            ["run", "tiny.toml", "--set", "training.optimizer=adam", "--set=training.momentum=0.5"],
+            "the optimizer 'adam' cannot take lr, weight_decay, momentum",
+        ),
     ],
 )
 def test_mistakes_exit_with_2_and_one_message(call: Call, words: list[str], message: str) -> None:
@@ -112,6 +117,20 @@ def test_mistakes_exit_with_2_and_one_message(call: Call, words: list[str], mess
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
+    assert not Path("runs").exists()  # the mended command finds its folder free
+
+
+def test_what_fails_in_a_worker_is_one_line_and_debug_shows_where(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing.py").write_text("def loss(outputs, labels):\n    raise OSError('full')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("run", "tiny.toml", "--set", "training.loss=failing:loss", "--no-report")
+    failed = call(*words)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("failed: WorkerFailed: OSError: full")
+    assert failed.stderr.count("\n") == 1
+    assert 'failing.py", line 2, in loss' in call(*words, "--resume", "--debug").stderr
 
 
 def test_a_tracker_whose_library_is_missing_says_how_to_get_it(tmp_path: Path) -> None:

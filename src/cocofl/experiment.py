@@ -319,7 +319,7 @@ class Setup:
 
     def _recipe(self) -> Recipe:
         training = self.experiment.training
-        return Recipe(
+        recipe = Recipe(
             epochs=training.epochs,
             batch=training.batch,
             last_batch=training.last_batch,
@@ -329,6 +329,8 @@ class Setup:
             clip=training.clip if np.isfinite(training.clip) else None,
             loss=training.loss,
         )
+        recipe.check()
+        return recipe
 
     def _check_shapes(self) -> None:
         example = self.chain.example

@@ -47,7 +47,7 @@ def default_workers() -> int:
 
 
 class WorkerFailed(RuntimeError):
-    """A worker broke down; its own account is in the message."""
+    """A worker broke down; its own account is in the message, and where in a note."""
 
 
 class _Channel:
@@ -87,7 +87,10 @@ class _Channel:
             name, message = content
             raise getattr(errors, name, errors.CocoflError)(message)
         if kind == "failed":
-            raise WorkerFailed(content)
+            account, where = content
+            failed = WorkerFailed(account)
+            failed.add_note(where)
+            raise failed
         return content
 
     def close(self) -> None:
