@@ -46,14 +46,19 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ({"engine": {"kernels": "cuda"}}, "expected one of auto, reference"),
         ({"training": {"lr": float("nan")}}, "training.lr is nan"),
         ({"seed": 2**64}, "seed is 18446744073709551616; expected a number at least 0 and at most"),
+        ({"engine": {"device": "gpu"}}, "engine.device is 'gpu'; expected auto, cpu, cuda"),
         ({"engine": {"workers": 100_000}}, "engine.workers is 100000; .* at most 1024"),
-        ({"name": ""}, "name is ''; expected the name of a folder below runs"),
-        ({"name": "../x"}, "name is '../x'; expected the name of a folder below runs"),
     ],
 )
 def test_mistakes_are_named(content: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidExperiment, match=message):
         Experiment.parse(content)
+
+
+@pytest.mark.parametrize("name", ["", ".", "../x", "/x"])
+def test_a_name_cannot_lead_out_of_the_folder_of_runs(name: str) -> None:
+    with pytest.raises(InvalidExperiment, match="expected the name of a folder below runs"):
+        _ = Experiment(name=name).folder
 
 
 def test_changes_replace_values_and_are_checked(tmp_path: Path) -> None:

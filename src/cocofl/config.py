@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 import types
 from collections.abc import Mapping
@@ -169,6 +170,10 @@ class EngineSettings:
         _check_choice("engine.kernels", self.kernels, BACKENDS)
         _check("engine.checkpoint_every", self.checkpoint_every, least=1)
         _check_choice("engine.precision", self.precision, PRECISIONS)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise InvalidExperiment(
+                f"engine.device is {self.device!r}; expected auto, cpu, cuda or cuda:1"
+            )
 
 
 @dataclass(frozen=True)
@@ -195,11 +200,6 @@ class Experiment:
     def __post_init__(self) -> None:
         _check("rounds", self.rounds, least=1)
         _check("seed", self.seed, least=0, most=MAX_SEED)
-        name = Path(self.name)
-        if not name.parts or name.is_absolute() or ".." in name.parts:
-            raise InvalidExperiment(
-                f"name is {self.name!r}; expected the name of a folder below runs"
-            )
 
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Experiment:
@@ -239,6 +239,21 @@ class Experiment:
         content["data"].pop("dir")
         content["engine"] = {"kernels": self.engine.kernels, "precision": self.engine.precision}
         return Experiment.parse(content)
+
+    @property
+    def folder(self) -> Path:
+        """Where its run goes if nothing else is said.
+
+        >>> Experiment(name="mine").folder.as_posix()
+        'runs/mine'
+        """
+        name = Path(self.name)
+        if not name.parts or name.is_absolute() or ".." in name.parts:
+            raise InvalidExperiment(
+                f"name is {self.name!r}; expected the name of a folder below runs, or another "
+                "folder with --out"
+            )
+        return Path("runs") / name
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts of everything, defaults included."""

@@ -122,7 +122,7 @@ def simulate(
     its experiment must be the same. An ``executor`` that is given stays open.
     """
     experiment = experiment or Experiment()
-    path = Path(out) if out is not None else Path("runs") / experiment.name
+    path = Path(out) if out is not None else experiment.folder
     # Whatever is wrong with the experiment is found before a folder is made for it.
     setup = Setup(experiment)
     job = setup.job()

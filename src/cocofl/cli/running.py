@@ -75,7 +75,7 @@ def run(
         experiment = experiment.changed({"engine.device": device, "engine.kind": "cohort"})
     if engine is not None:
         experiment = experiment.changed({"engine.kind": engine})
-    path = out or Path("runs") / experiment.name
+    path = out or experiment.folder
     with ProgressBar(experiment) as bar:
         watchers: list[Watcher] = [bar, *(tracker(name, experiment, path) for name in track or [])]
         play = _flower() if experiment.engine.kind == "flower" else simulate
