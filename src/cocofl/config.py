@@ -260,6 +260,18 @@ class Experiment:
         content: dict[str, Any] = _to_dict(self)
         return content
 
+    def by_key(self) -> dict[str, Any]:
+        """Every value under its dotted key.
+
+        >>> Experiment().by_key()["training.lr"]
+        0.1
+        """
+        values: dict[str, Any] = {}
+        for name, value in self.to_dict().items():
+            inner = value if isinstance(value, Mapping) else {"": value}
+            values |= {f"{name}.{key}".rstrip("."): item for key, item in inner.items()}
+        return values
+
     def to_toml(self) -> str:
         """The experiment as a file that gives the same experiment again."""
         return _toml(self.to_dict())

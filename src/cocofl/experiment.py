@@ -495,11 +495,15 @@ def open_folder(path: Path, experiment: Experiment, *, resume: bool) -> RunFolde
     begun = Experiment.load(path / "experiment.toml").without_places()
     wanted = experiment.without_places()
     if begun != wanted:
-        theirs, ours = begun.to_toml().splitlines(), wanted.to_toml().splitlines()
-        changed = [f"{b} (there: {a})" for a, b in zip(theirs, ours, strict=False) if a != b]
+        theirs, ours = begun.by_key(), wanted.by_key()
+        changed = [
+            f"{key} is {ours.get(key)!r} (there: {theirs.get(key)!r})"
+            for key in ours | theirs
+            if ours.get(key) != theirs.get(key)
+        ]
         raise InvalidExperiment(
             f"{path} holds another experiment, which cannot be continued as this one: "
-            f"{'; '.join(changed[:3]) or 'its settings differ'}"
+            f"{'; '.join(changed[:3])}. Name another folder with --out"
         )
     return folder
 
