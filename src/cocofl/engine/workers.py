@@ -64,6 +64,7 @@ class _Channel:
             [sys.executable, "-m", "cocofl.engine.worker", *map(str, theirs)],
             pass_fds=theirs,
             env=os.environ | ENVIRONMENT,
+            process_group=0,  # Ctrl-C is for the parent, which ends its workers itself
         )
         for fd in theirs:
             os.close(fd)
