@@ -293,9 +293,13 @@ def _say_drawn(files: Sequence[Path]) -> None:
 
 def _numbers(text: str | None) -> list[float]:
     try:
-        return [float(word) for word in _words(text)]
+        numbers = [float(word) for word in _words(text)]
     except ValueError as error:
         raise InvalidSetting(f"--limits {text}: {error}") from error
+    for number in numbers:
+        if not 0 < number <= 1:
+            raise InvalidSetting(f"--limits {text}: {number:g} is no share; use 0.2 to 1")
+    return numbers
 
 
 def _words(text: str | None) -> list[str]:
