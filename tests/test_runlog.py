@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cocofl.errors import InvalidState, RunFolderProblem
-from cocofl.runlog import RunFolder, read_state, same_state
+from cocofl.runlog import RunFolder, read_state, same_state, write_text
 
 
 def folder(tmp_path: Path, rounds: int) -> RunFolder:
@@ -73,6 +73,13 @@ def test_a_state_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None
         return
     with pytest.raises(InvalidState, match="cannot read"):
         read_state(path)
+
+
+def test_what_cannot_be_put_in_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path / "page", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
 def test_a_model_ends_the_run(tmp_path: Path) -> None:

@@ -172,11 +172,11 @@ def _replace(path: Path, write: Callable[[Any], Any]) -> None:
             write(f)
             f.flush()
             os.fsync(f.fileno())
+            os.chmod(f.name, 0o644)
+            os.replace(f.name, path)
         except BaseException:
             os.unlink(f.name)
             raise
-    os.chmod(f.name, 0o644)
-    os.replace(f.name, path)
 
 
 @contextmanager
