@@ -237,7 +237,7 @@ def _flower() -> Callable[..., Run]:
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def _grid(text: str | None, *, default: bool) -> list[float] | None:
