@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,12 @@ def test_a_base_must_be_another_file(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("base = 3\n")
     with pytest.raises(InvalidExperiment, match="expected the name of another file"):
         Experiment.load(tmp_path / "c.toml")
+
+
+def test_the_documentation_has_every_key_with_its_default() -> None:
+    page = Path(__file__).parents[1] / "docs/simulation.md"
+    block = page.read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
+    assert tomllib.loads(block) == Experiment().to_dict()
 
 
 def test_where_it_runs_is_not_what_is_run() -> None:
