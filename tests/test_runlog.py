@@ -54,6 +54,13 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         RunFolder.open(tmp_path)
 
 
+def test_what_is_no_run_cannot_be_continued(tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    for path in (tmp_path, tmp_path / "notes"):
+        with pytest.raises(RunFolderProblem, match="exists already; name another with --out"):
+            RunFolder.create(path, "rounds = 3\n")
+
+
 def test_a_disk_that_takes_no_more_says_so(tmp_path: Path) -> None:
     run = folder(tmp_path, 1)
     (run.path / "metrics.jsonl").unlink()
