@@ -58,7 +58,7 @@ def profile(
 ) -> None:
     """Measure what every configuration of a model costs on this machine.
 
-    Ctrl-C keeps what was measured; the same command then continues.
+    Ctrl-C keeps what was measured (not with --fast); the same command then continues.
 
     Example: cocofl profile mobilenet --fast --threads 2 --out mobilenet.json
     """
@@ -130,8 +130,9 @@ def _profile(settings: Settings, path: Path, *, fast: bool) -> None:
                     )
         except KeyboardInterrupt:
             done = f"{last.done} of {last.total}" if isinstance(last, Progress) else "nothing"
-            kept = "nothing is kept of a fast profile" if fast else f"{done} kept"
-            print(f"stopped: {kept}; the same command continues", file=sys.stderr)
+            again = "nothing is kept of a fast profile; the same command begins anew"
+            kept = again if fast else f"{done} kept; the same command continues"
+            print(f"stopped: {kept}", file=sys.stderr)
             raise typer.Exit(130) from None
     if isinstance(last, ProfileTable):
         last.save(path)
