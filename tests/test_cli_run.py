@@ -114,6 +114,14 @@ def test_compare_prints_one_table(call: Call, tmp_path: Path) -> None:
         (["compare", "tiny.toml", "--strategies", "fedavg,cocofll"], "did you mean cocofl"),
         (["compare", "tiny.toml", "--splits", "iid,rcc"], "no split 'rcc' (did you mean rc?)"),
         (["evaluate", "."], "is not a run folder"),
+        (
+            ["run", "tiny.toml", "--set", "strategy.name=heterofl", "--set=strategy.scaler=maybe"],
+            "strategy.scaler is 'maybe'; expected true or false",
+        ),
+        (
+            ["run", "tiny.toml", "--set", "strategy.name=fjord", "--set=strategy.distillation=x"],
+            "strategy.distillation is 'x'; expected a number",
+        ),
         (["flower", "app", "x", "--set", "strategy.name=fjord"], "'fjord' cannot be deployed"),
         (["flower", "up", "--out", "tiny.toml"], "tiny.toml exists already"),
         (["report", ".", "--out", "."], ". is a folder; expected the name of a page"),

@@ -47,6 +47,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ({"engine": {"kernels": "cuda"}}, "expected one of auto, reference"),
         ({"training": {"lr": float("nan")}}, "training.lr is nan"),
         ({"seed": 2**64}, "seed is 18446744073709551616; expected a number at least 0 and at most"),
+        ({"strategy": {"options": 3}}, "strategy.options is 3; expected a table"),
         ({"engine": {"device": "gpu"}}, "engine.device is 'gpu'; expected auto, cpu, cuda"),
         ({"engine": {"workers": 100_000}}, "engine.workers is 100000; .* at most 1024"),
     ],

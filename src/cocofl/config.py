@@ -332,6 +332,11 @@ def _build(cls: type[Any], content: Any, prefix: str) -> Any:
         raise InvalidExperiment(f"{prefix.rstrip('.')} is {content!r}; expected a table")
     if cls is StrategySettings:
         # Options of a strategy stand beside its name.
+        if not isinstance(content.get("options", {}), Mapping):
+            raise InvalidExperiment(
+                f"strategy.options is {content['options']!r}; expected a table, or each option "
+                "beside the name"
+            )
         options = {key: value for key, value in content.items() if key not in ("name", "options")}
         content = {
             **{key: content[key] for key in ("name",) if key in content},

@@ -348,17 +348,18 @@ class Setup:
     def _strategy(self) -> Strategy:
         settings = self.experiment.strategy
         make = lookup(settings.name, STRATEGIES, "strategy", InvalidExperiment)
-        known = [
-            name
+        known = {
+            name: parameter.default
             for name, parameter in inspect.signature(make).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
-        ]
-        for key in settings.options:
+        }
+        for key, value in settings.options.items():
             if key not in known:
                 raise InvalidExperiment(
                     f"unknown key strategy.{key}{nearest(key, known)}; {settings.name} takes "
                     f"{', '.join(known) or 'no options'}"
                 )
+            _check_option(f"strategy.{key}", value, known[key])
         made: Strategy = make(self.tables, **settings.options)
         return made
 
@@ -506,6 +507,15 @@ def open_folder(path: Path, experiment: Experiment, *, resume: bool) -> RunFolde
             f"{'; '.join(changed[:3])}. Name another folder with --out"
         )
     return folder
+
+
+def _check_option(key: str, value: Any, default: Any) -> None:
+    """A switch must be true or false, and a number a number; texts are the strategy's to check."""
+    is_switch, is_number = isinstance(value, bool), isinstance(value, int | float)
+    if isinstance(default, bool) and not is_switch:
+        raise InvalidExperiment(f"{key} is {value!r}; expected true or false")
+    if isinstance(default, float) and (is_switch or not is_number):
+        raise InvalidExperiment(f"{key} is {value!r}; expected a number")
 
 
 def _cohort_device(experiment: Experiment) -> str:
