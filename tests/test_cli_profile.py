@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cocofl import ProfileTable, all_spans
+from cocofl.cli import main
 from cocofl.profiling import Cost, Hardware
 
 COCOFL = Path(sys.executable).with_name("cocofl")
@@ -118,6 +119,27 @@ def test_mistakes_are_one_line_and_exit_code_2(run, tmp_path, arguments, message
     assert failed.returncode == 2
     assert message in failed.stderr
     assert len(failed.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--classes", "0"], "num_classes is 0"),
+        (["--threads", "0"], "threads is 0; expected at least 1"),
+        (["--fast"], "--fast measures and --analytic does not; give one of them"),
+        (["--out", "own.py/table.json"], "cannot write own.py/table.json"),
+    ],
+)
+def test_what_cannot_be_profiled_is_said_at_once(
+    tmp_path: Path, monkeypatch, capsys, arguments, message: str
+) -> None:
+    (tmp_path / "own.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "resnet10-digits", "--analytic", "--out", "t.json", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not Path("t.json").exists()
 
 
 def test_other_hardware_is_a_warning_that_names_both(run, tmp_path: Path) -> None:

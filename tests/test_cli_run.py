@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -104,7 +109,27 @@ def test_compare_prints_one_table(call: Call, tmp_path: Path) -> None:
         (["run", "--set", "trainin.lr=1"], "unknown key trainin (did you mean training?)"),
         (["run", "tiny.toml", "--track", "tensorbord"], "did you mean tensorboard"),
         (["compare", "tiny.toml", "--lr-grid", "fast"], "--lr-grid fast"),
+        (["compare", "tiny.toml", "--lr-grid", "0.1,-3"], "training.lr is -3.0"),
+        (["compare", "tiny.toml", "--strategies", ","], "no strategy to compare"),
+        (["compare", "tiny.toml", "--strategies", "fedavg,cocofll"], "did you mean cocofl"),
+        (["compare", "tiny.toml", "--splits", "iid,rcc"], "no split 'rcc' (did you mean rc?)"),
         (["evaluate", "."], "is not a run folder"),
+        (
+            ["run", "tiny.toml", "--set", "strategy.name=heterofl", "--set=strategy.scaler=maybe"],
+            "strategy.scaler is 'maybe'; expected true or false",
+        ),
+        (
+            ["run", "tiny.toml", "--set", "strategy.name=fjord", "--set=strategy.distillation=x"],
+            "strategy.distillation is 'x'; expected a number",
+        ),
+        (["flower", "app", "x", "--set", "strategy.name=fjord"], "'fjord' cannot be deployed"),
+        (["flower", "up", "--out", "tiny.toml"], "tiny.toml exists already"),
+        (["report", ".", "--out", "."], ". is a folder; expected the name of a page"),
+        (["run", "tiny.toml", "--set", "training.optimizer=sdg"], "did you mean sgd"),
+        (
+            ["run", "tiny.toml", "--set", "training.optimizer=adam", "--set=training.momentum=0.5"],
+            "the optimizer 'adam' cannot take lr, weight_decay, momentum",
+        ),
     ],
 )
 def test_mistakes_exit_with_2_and_one_message(call: Call, words: list[str], message: str) -> None:
@@ -112,6 +137,38 @@ def test_mistakes_exit_with_2_and_one_message(call: Call, words: list[str], mess
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
+    assert not Path("runs").exists()  # the mended command finds its folder free
+
+
+def test_what_fails_in_a_worker_is_one_line_and_debug_shows_where(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing.py").write_text("def loss(outputs, labels):\n    raise OSError('full')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("run", "tiny.toml", "--set", "training.loss=failing:loss", "--no-report")
+    failed = call(*words)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("failed: WorkerFailed: OSError: full")
+    assert failed.stderr.count("\n") == 1
+    assert 'failing.py", line 2, in loss' in call(*words, "--resume", "--debug").stderr
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    cocofl = Path(sys.executable).with_name("cocofl")
+    words = [cocofl, "run", "tiny.toml", "--set", "rounds=5000", "--set", "engine.workers=2"]
+    run = subprocess.Popen(
+        words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not (tmp_path / "runs/tiny/metrics.jsonl").exists():
+        assert run.poll() is None
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to every process of the command
+    _, said = run.communicate()
+    assert run.returncode == 130
+    assert said == (
+        "stopped: what is done is kept in runs/tiny; the same command with --resume goes on\n"
+    )
 
 
 def test_a_tracker_whose_library_is_missing_says_how_to_get_it(tmp_path: Path) -> None:

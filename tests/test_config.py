@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,21 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ({"faults": {"dropout": 1.5}}, "at least 0 and at most 1"),
         ({"engine": {"kernels": "cuda"}}, "expected one of auto, reference"),
         ({"training": {"lr": float("nan")}}, "training.lr is nan"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; expected a number at least 0 and at most"),
+        ({"strategy": {"options": 3}}, "strategy.options is 3; expected a table"),
+        ({"engine": {"device": "gpu"}}, "engine.device is 'gpu'; expected auto, cpu, cuda"),
+        ({"engine": {"workers": 100_000}}, "engine.workers is 100000; .* at most 1024"),
     ],
 )
 def test_mistakes_are_named(content: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidExperiment, match=message):
         Experiment.parse(content)
+
+
+@pytest.mark.parametrize("name", ["", ".", "../x", "/x"])
+def test_a_name_cannot_lead_out_of_the_folder_of_runs(name: str) -> None:
+    with pytest.raises(InvalidExperiment, match="expected the name of a folder below runs"):
+        _ = Experiment(name=name).folder
 
 
 def test_changes_replace_values_and_are_checked(tmp_path: Path) -> None:
@@ -111,6 +122,12 @@ def test_a_base_must_be_another_file(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("base = 3\n")
     with pytest.raises(InvalidExperiment, match="expected the name of another file"):
         Experiment.load(tmp_path / "c.toml")
+
+
+def test_the_documentation_has_every_key_with_its_default() -> None:
+    page = Path(__file__).parents[1] / "docs/simulation.md"
+    block = page.read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
+    assert tomllib.loads(block) == Experiment().to_dict()
 
 
 def test_where_it_runs_is_not_what_is_run() -> None:

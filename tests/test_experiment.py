@@ -253,8 +253,10 @@ def test_a_folder_in_the_way_is_left_alone(tmp_path: Path, executor: InProcess) 
     before = (path / "metrics.jsonl").read_bytes()
     with pytest.raises(RunFolderProblem, match="--resume"):
         play(tiny(rounds=1), path, executor)
-    with pytest.raises(InvalidExperiment, match=r"another experiment.*seed = 9 .there: seed = 0"):
+    with pytest.raises(InvalidExperiment, match=r"another experiment.*seed is 9 .there: 0"):
         play(tiny(rounds=1, seed=9), path, executor, resume=True)
+    with pytest.raises(InvalidExperiment, match=r"one: strategy\.variant is 'ff' .there: None"):
+        play(tiny(rounds=1, strategy__variant="ff"), path, executor, resume=True)
     assert play(tiny(rounds=1), path, executor, resume=True).final  # complete: nothing to do
     assert (path / "metrics.jsonl").read_bytes() == before
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cocofl.errors import InvalidState, RunFolderProblem
-from cocofl.runlog import RunFolder, read_state, same_state
+from cocofl.runlog import RunFolder, read_state, same_state, write_text
 
 
 def folder(tmp_path: Path, rounds: int) -> RunFolder:
@@ -54,6 +54,13 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         RunFolder.open(tmp_path)
 
 
+def test_what_is_no_run_cannot_be_continued(tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    for path in (tmp_path, tmp_path / "notes"):
+        with pytest.raises(RunFolderProblem, match="exists already; name another with --out"):
+            RunFolder.create(path, "rounds = 3\n")
+
+
 def test_a_disk_that_takes_no_more_says_so(tmp_path: Path) -> None:
     run = folder(tmp_path, 1)
     (run.path / "metrics.jsonl").unlink()
@@ -73,6 +80,13 @@ def test_a_state_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None
         return
     with pytest.raises(InvalidState, match="cannot read"):
         read_state(path)
+
+
+def test_what_cannot_be_put_in_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path / "page", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
 def test_a_model_ends_the_run(tmp_path: Path) -> None:

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from cocofl.config import Experiment
+from cocofl.data.rules import check_rule
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
+from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Run, make_executor, rounds_of, simulate, simulate_together
+from cocofl.fl.strategies import STRATEGIES
+from cocofl.named import lookup
 
 # A seed that no comparison reports: what was chosen on it was not seen before.
 TUNING_SEED = 1_000_003
@@ -73,6 +77,7 @@ def compare(
     of the rounds and with a seed of its own, and keeps the best; without one all use the
     experiment's.
     """
+    _check(experiment, strategies, splits or [], lr_grid or [])
     own = executor or make_executor(experiment)
 
     def play(one: Experiment, path: Path) -> Run:
@@ -113,6 +118,23 @@ def compare(
         if executor is None:
             own.close()
     return Comparison(out, tuple(rows), len(seeds), tuple(lr_grid or ()), tables)
+
+
+def _check(
+    experiment: Experiment,
+    strategies: Sequence[str],
+    splits: Sequence[str],
+    lr_grid: Sequence[float],
+) -> None:
+    """Find now what would be found after hours, when its turn comes."""
+    if not strategies:
+        raise InvalidExperiment("no strategy to compare; name some, like cocofl,fedavg")
+    for strategy in strategies:
+        lookup(strategy, STRATEGIES, "strategy", InvalidExperiment)
+    for split in splits:
+        check_rule(split)
+    for rate in lr_grid:
+        experiment.changed({"training.lr": rate})
 
 
 def _row(split: str, strategy: str, lr: float, runs: Sequence[Run]) -> Row:

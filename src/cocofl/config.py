@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 import types
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from cocofl.named import nearest
 from cocofl.vector import PRECISIONS
 
 ENGINES = ("auto", "serial", "cohort", "flower")
+MAX_SEED = 2**63 - 1  # the largest that PyTorch takes
+MAX_WORKERS = 1024  # each is a process with a PyTorch of its own
 
 
 @dataclass(frozen=True)
@@ -163,10 +166,14 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         _check_choice("engine.kind", self.kind, ENGINES)
-        _check("engine.workers", self.workers, least=0)
+        _check("engine.workers", self.workers, least=0, most=MAX_WORKERS)
         _check_choice("engine.kernels", self.kernels, BACKENDS)
         _check("engine.checkpoint_every", self.checkpoint_every, least=1)
         _check_choice("engine.precision", self.precision, PRECISIONS)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise InvalidExperiment(
+                f"engine.device is {self.device!r}; expected auto, cpu, cuda or cuda:1"
+            )
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         _check("rounds", self.rounds, least=1)
-        _check("seed", self.seed, least=0)
+        _check("seed", self.seed, least=0, most=MAX_SEED)
 
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Experiment:
@@ -233,10 +240,37 @@ class Experiment:
         content["engine"] = {"kernels": self.engine.kernels, "precision": self.engine.precision}
         return Experiment.parse(content)
 
+    @property
+    def folder(self) -> Path:
+        """Where its run goes if nothing else is said.
+
+        >>> Experiment(name="mine").folder.as_posix()
+        'runs/mine'
+        """
+        name = Path(self.name)
+        if not name.parts or name.is_absolute() or ".." in name.parts:
+            raise InvalidExperiment(
+                f"name is {self.name!r}; expected the name of a folder below runs, or another "
+                "folder with --out"
+            )
+        return Path("runs") / name
+
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts of everything, defaults included."""
         content: dict[str, Any] = _to_dict(self)
         return content
+
+    def by_key(self) -> dict[str, Any]:
+        """Every value under its dotted key.
+
+        >>> Experiment().by_key()["training.lr"]
+        0.1
+        """
+        values: dict[str, Any] = {}
+        for name, value in self.to_dict().items():
+            inner = value if isinstance(value, Mapping) else {"": value}
+            values |= {f"{name}.{key}".rstrip("."): item for key, item in inner.items()}
+        return values
 
     def to_toml(self) -> str:
         """The experiment as a file that gives the same experiment again."""
@@ -298,6 +332,11 @@ def _build(cls: type[Any], content: Any, prefix: str) -> Any:
         raise InvalidExperiment(f"{prefix.rstrip('.')} is {content!r}; expected a table")
     if cls is StrategySettings:
         # Options of a strategy stand beside its name.
+        if not isinstance(content.get("options", {}), Mapping):
+            raise InvalidExperiment(
+                f"strategy.options is {content['options']!r}; expected a table, or each option "
+                "beside the name"
+            )
         options = {key: value for key, value in content.items() if key not in ("name", "options")}
         content = {
             **{key: content[key] for key in ("name",) if key in content},

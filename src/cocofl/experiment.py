@@ -122,7 +122,7 @@ def simulate(
     its experiment must be the same. An ``executor`` that is given stays open.
     """
     experiment = experiment or Experiment()
-    path = Path(out) if out is not None else Path("runs") / experiment.name
+    path = Path(out) if out is not None else experiment.folder
     # Whatever is wrong with the experiment is found before a folder is made for it.
     setup = Setup(experiment)
     job = setup.job()
@@ -319,7 +319,7 @@ class Setup:
 
     def _recipe(self) -> Recipe:
         training = self.experiment.training
-        return Recipe(
+        recipe = Recipe(
             epochs=training.epochs,
             batch=training.batch,
             last_batch=training.last_batch,
@@ -329,6 +329,8 @@ class Setup:
             clip=training.clip if np.isfinite(training.clip) else None,
             loss=training.loss,
         )
+        recipe.check()
+        return recipe
 
     def _check_shapes(self) -> None:
         example = self.chain.example
@@ -346,17 +348,18 @@ class Setup:
     def _strategy(self) -> Strategy:
         settings = self.experiment.strategy
         make = lookup(settings.name, STRATEGIES, "strategy", InvalidExperiment)
-        known = [
-            name
+        known = {
+            name: parameter.default
             for name, parameter in inspect.signature(make).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
-        ]
-        for key in settings.options:
+        }
+        for key, value in settings.options.items():
             if key not in known:
                 raise InvalidExperiment(
                     f"unknown key strategy.{key}{nearest(key, known)}; {settings.name} takes "
                     f"{', '.join(known) or 'no options'}"
                 )
+            _check_option(f"strategy.{key}", value, known[key])
         made: Strategy = make(self.tables, **settings.options)
         return made
 
@@ -493,13 +496,26 @@ def open_folder(path: Path, experiment: Experiment, *, resume: bool) -> RunFolde
     begun = Experiment.load(path / "experiment.toml").without_places()
     wanted = experiment.without_places()
     if begun != wanted:
-        theirs, ours = begun.to_toml().splitlines(), wanted.to_toml().splitlines()
-        changed = [f"{b} (there: {a})" for a, b in zip(theirs, ours, strict=False) if a != b]
+        theirs, ours = begun.by_key(), wanted.by_key()
+        changed = [
+            f"{key} is {ours.get(key)!r} (there: {theirs.get(key)!r})"
+            for key in ours | theirs
+            if ours.get(key) != theirs.get(key)
+        ]
         raise InvalidExperiment(
             f"{path} holds another experiment, which cannot be continued as this one: "
-            f"{'; '.join(changed[:3]) or 'its settings differ'}"
+            f"{'; '.join(changed[:3])}. Name another folder with --out"
         )
     return folder
+
+
+def _check_option(key: str, value: Any, default: Any) -> None:
+    """A switch must be true or false, and a number a number; texts are the strategy's to check."""
+    is_switch, is_number = isinstance(value, bool), isinstance(value, int | float)
+    if isinstance(default, bool) and not is_switch:
+        raise InvalidExperiment(f"{key} is {value!r}; expected true or false")
+    if isinstance(default, float) and (is_switch or not is_number):
+        raise InvalidExperiment(f"{key} is {value!r}; expected a number")
 
 
 def _cohort_device(experiment: Experiment) -> str:

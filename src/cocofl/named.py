@@ -52,6 +52,8 @@ def import_function(name: str, error: type[CocoflError]) -> Callable[..., Any]:
             f"cannot import {name}: {problem}. Expected package.module:function, importable from "
             "here (the current folder counts)"
         ) from problem
+    except SyntaxError as problem:
+        raise error(f"cannot import {name}: {problem}") from problem
     if not callable(function):
         raise error(f"{name} is a {type(function).__name__}, not a function or class")
     return function  # type: ignore[no-any-return]

@@ -45,9 +45,9 @@ class RunFolder:
     def create(cls, path: Path, experiment: str) -> RunFolder:
         """A new folder for an experiment; one that holds a run already is left as it is."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunFolderProblem(
-                f"{path} exists already; continue it with --resume, or name another with --out"
-            )
+            holds_run = (path / EXPERIMENT).is_file()
+            way_out = "continue it with --resume, or name another" if holds_run else "name another"
+            raise RunFolderProblem(f"{path} exists already; {way_out} with --out")
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             write_text(path / EXPERIMENT, experiment)
@@ -172,11 +172,11 @@ def _replace(path: Path, write: Callable[[Any], Any]) -> None:
             write(f)
             f.flush()
             os.fsync(f.fileno())
+            os.chmod(f.name, 0o644)
+            os.replace(f.name, path)
         except BaseException:
             os.unlink(f.name)
             raise
-    os.chmod(f.name, 0o644)
-    os.replace(f.name, path)
 
 
 @contextmanager

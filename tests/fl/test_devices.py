@@ -114,6 +114,13 @@ def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
         read_trace(tmp_path / "none.csv")
 
 
+def test_a_trace_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidDevices, match=r"cannot read the trace .*trace\.csv"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [

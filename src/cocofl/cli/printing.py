@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +33,17 @@ def print_table(table: Table) -> None:
 def print_json(value: Any) -> None:
     """Print data for other programs."""
     print(json.dumps(value, indent=2))
+
+
+@contextmanager
+def stoppable(folder: Path, again: str) -> Iterator[None]:
+    """Let Ctrl-C end with a word on what is kept, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"what is done is kept in {folder}; {again} goes on"
+        print(f"stopped: {kept if folder.exists() else 'nothing was written'}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def starting(names: Iterable[str]) -> Callable[[str], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,22 +58,27 @@ def profile(
 ) -> None:
     """Measure what every configuration of a model costs on this machine.
 
-    Ctrl-C keeps what was measured; the same command then continues.
+    Ctrl-C keeps what was measured (not with --fast); the same command then continues.
 
     Example: cocofl profile mobilenet --fast --threads 2 --out mobilenet.json
     """
+    if fast and analytic:
+        raise InvalidSetting("--fast measures and --analytic does not; give one of them")
+    cores = os.cpu_count() or 1
     settings = Settings(
-        model, method, variant, backend, batch, threads or os.cpu_count() or 1, classes
+        model, method, variant, backend, batch, cores if threads is None else threads, classes
     )
     kind = "width" if method == "width" else variant
     path = out or Path(f"{model.replace(':', '.')}-{kind}.json")
     if path.exists():
         if plot is None:
             raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
-    elif analytic:
-        analytic_table(settings, device).save(path)
     else:
-        _profile(settings, path, fast=fast)
+        _check_writable(path)
+        if analytic:
+            analytic_table(settings, device).save(path)
+        else:
+            _profile(settings, path, fast=fast)
     table = ProfileTable.load(path)
     print(table.describe())
     if table.error:
@@ -86,6 +92,16 @@ def profile(
         more = beside or [name for name in shipped() if f"-{model}/" in name]
         tables = [table, *(ProfileTable.load(name) for name in more if not _same(name, kind))]
         print("Figures: " + ", ".join(map(str, save_profile_figures(plot, tables))))
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes of measuring, not after them."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InvalidSetting(f"cannot write {path}: {error}; choose another --out") from error
 
 
 def _same(name: str, kind: str) -> bool:
@@ -114,8 +130,9 @@ def _profile(settings: Settings, path: Path, *, fast: bool) -> None:
                     )
         except KeyboardInterrupt:
             done = f"{last.done} of {last.total}" if isinstance(last, Progress) else "nothing"
-            kept = "nothing is kept of a fast profile" if fast else f"{done} kept"
-            print(f"stopped: {kept}; the same command continues", file=sys.stderr)
+            again = "nothing is kept of a fast profile; the same command begins anew"
+            kept = again if fast else f"{done} kept; the same command continues"
+            print(f"stopped: {kept}", file=sys.stderr)
             raise typer.Exit(130) from None
     if isinstance(last, ProfileTable):
         last.save(path)

@@ -28,6 +28,8 @@ def report(
 
     Example: cocofl report runs/comparison --figures figures
     """
+    if out is not None and out.is_dir():
+        raise InvalidSetting(f"{out} is a folder; expected the name of a page, like page.html")
     with drawing():
         # Drawing takes longer to import than everything else here, and is an extra.
         from cocofl.report.findings import summary  # noqa: PLC0415

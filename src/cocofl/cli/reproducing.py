@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from cocofl.cli.printing import print_table, right
+from cocofl.cli.printing import print_table, right, stoppable
 from cocofl.cli.reporting import drawing
 from cocofl.cli.running import ProgressBar
 from cocofl.errors import InvalidSetting
@@ -255,7 +255,8 @@ def _carry_out(
         return []
     notes: list[str] = []
     if study.planned and not read:
-        with ProgressBar(study.planned[0].experiment) as bar:
+        first = study.planned[0].experiment
+        with stoppable(out, "the same command"), ProgressBar(first) as bar:
             notes += play(study.planned, out, watchers=[bar], announce=bar.announce)
     here, left_out = results.find(out, study.files, study.rows)
     elsewhere = [one for path in also or [] for one in results.read(path) if one.row in study.rows]
@@ -292,9 +293,13 @@ def _say_drawn(files: Sequence[Path]) -> None:
 
 def _numbers(text: str | None) -> list[float]:
     try:
-        return [float(word) for word in _words(text)]
+        numbers = [float(word) for word in _words(text)]
     except ValueError as error:
         raise InvalidSetting(f"--limits {text}: {error}") from error
+    for number in numbers:
+        if not 0 < number <= 1:
+            raise InvalidSetting(f"--limits {text}: {number:g} is no share; use 0.2 to 1")
+    return numbers
 
 
 def _words(text: str | None) -> list[str]:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cocofl.budget import bytes_text
-from cocofl.cli.printing import Json, print_json, print_table, right
+from cocofl.cli.printing import Json, print_json, print_table, right, stoppable
 from cocofl.cli.reporting import report_of
 from cocofl.comparison import Comparison, Row
 from cocofl.comparison import compare as compare_strategies
@@ -75,8 +75,8 @@ def run(
         experiment = experiment.changed({"engine.device": device, "engine.kind": "cohort"})
     if engine is not None:
         experiment = experiment.changed({"engine.kind": engine})
-    path = out or Path("runs") / experiment.name
-    with ProgressBar(experiment) as bar:
+    path = out or experiment.folder
+    with stoppable(path, "the same command with --resume"), ProgressBar(experiment) as bar:
         watchers: list[Watcher] = [bar, *(tracker(name, experiment, path) for name in track or [])]
         play = _flower() if experiment.engine.kind == "flower" else simulate
         done = play(experiment, out=path, resume=resume, watchers=watchers)
@@ -113,7 +113,7 @@ def compare(
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
     experiment = read_experiment(file, changes, QUICK if file is None else {})
-    with ProgressBar(experiment) as bar:
+    with stoppable(out, "the same command with --resume"), ProgressBar(experiment) as bar:
         comparison = compare_strategies(
             experiment,
             strategies=_words(strategies),
@@ -237,7 +237,7 @@ def _flower() -> Callable[..., Run]:
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def _grid(text: str | None, *, default: bool) -> list[float] | None:

@@ -51,14 +51,19 @@ RULES: dict[str, Divide] = {
 }
 
 
+def check_rule(name: str) -> None:
+    """Complain about a split that nobody knows."""
+    if name not in RULES:
+        raise InvalidPartition(
+            f"no split {name!r}{nearest(name, RULES)}; known: {', '.join(RULES)}"
+        )
+
+
 def divide(
     data: Split, devices: int, seed: int, rule: Rule, groups: Sequence[int] | Ints
 ) -> Partition:
     """Divide a split over devices; ``groups`` is the group of each device."""
-    if rule.name not in RULES:
-        raise InvalidPartition(
-            f"no split {rule.name!r}{nearest(rule.name, RULES)}; known: {', '.join(RULES)}"
-        )
+    check_rule(rule.name)
     return RULES[rule.name](data, devices, seed, rule, np.asarray(groups))
 
 

@@ -85,8 +85,8 @@ def serve(requests: Connection, replies: Connection) -> None:
             reply = ("done", method(*arguments))
         except CocoflError as error:
             reply = ("mistake", (type(error).__name__, str(error)))
-        except Exception:
-            reply = ("failed", traceback.format_exc())
+        except Exception as error:
+            reply = ("failed", (f"{type(error).__name__}: {error}", traceback.format_exc()))
         try:
             replies.send(reply)
         except BrokenPipeError:

@@ -48,7 +48,7 @@ def default_workers() -> int:
 
 
 class WorkerFailed(RuntimeError):
-    """A worker broke down; its own account is in the message."""
+    """A worker broke down; its own account is in the message, and where in a note."""
 
 
 class _Channel:
@@ -65,6 +65,7 @@ class _Channel:
             [sys.executable, "-m", "cocofl.engine.worker", *map(str, theirs)],
             pass_fds=theirs,
             env=os.environ | ENVIRONMENT,
+            process_group=0,  # Ctrl-C is for the parent, which ends its workers itself
         )
         for fd in theirs:
             os.close(fd)
@@ -97,7 +98,10 @@ class _Channel:
             name, message = content
             raise getattr(errors, name, errors.CocoflError)(message)
         if kind == "failed":
-            raise WorkerFailed(content)
+            account, where = content
+            failed = WorkerFailed(account)
+            failed.add_note(where)
+            raise failed
         return content
 
     def close(self) -> None:

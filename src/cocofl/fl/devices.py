@@ -184,7 +184,7 @@ def read_trace(path: Path) -> Trace:
                     f"{path}: columns are {reader.fieldnames}; expected {','.join(_COLUMNS)}"
                 )
             lines = list(reader)
-    except OSError as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidDevices(f"cannot read the trace {path}: {error}") from error
     rows: dict[int, dict[int, tuple[str, ...]]] = {}
     for number, line in enumerate(lines, start=2):

@@ -50,6 +50,10 @@ class Recipe:
         """The optimizer by its name, or the user's own."""
         return lookup(self.optimizer, OPTIMIZERS, "optimizer", InvalidSetting)
 
+    def check(self) -> None:
+        """Complain about an optimizer that is unknown or cannot take these settings."""
+        self._optimizer([nn.Parameter(torch.zeros(1))], lr=0.1)
+
     def descend(
         self, parameters: Iterable[nn.Parameter], losses: Iterator[Tensor], lr: float
     ) -> float:

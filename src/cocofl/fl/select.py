@@ -96,8 +96,8 @@ def nothing_fits(table: ProfileTable, budget: Budget) -> NoFeasibleSpan:
     kind = "width" if table.method == "width" else "span"
     return NoFeasibleSpan(
         f"nothing in {table.name} fits {budget}: the nearest, {kind} {nearest}, needs of full "
-        f"training {' and '.join(lacking)}. Raise the budget, or let the device sit this round "
-        'out (on_infeasible = "skip").'
+        f"training {' and '.join(lacking)}. Raise the budget; in a run such a device sits "
+        "the round out."
     )
 
 

@@ -82,7 +82,9 @@ class Subject:
                 f"unknown model {self.model!r}{nearest(self.model, MODELS)}; expected one of "
                 f"{', '.join(MODELS)}, or package.module:factory"
             )
-        classes = self.num_classes or CLASSES.get(self.model, DEFAULT_CLASSES)
+        classes = self.num_classes
+        if classes is None:
+            classes = CLASSES.get(self.model, DEFAULT_CLASSES)
         return MODELS[self.model], {"num_classes": classes}
 
     def _mini_batch(self, model: nn.Module, example: Any) -> Inputs:

@@ -102,7 +102,12 @@ def table2(
     """
     for name in strategies:
         if name not in STRATEGIES:
-            raise InvalidSetting(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}")
+            raise InvalidSetting(
+                f"unknown strategy {name!r}{nearest(name, STRATEGIES)}; expected one of "
+                f"{', '.join(STRATEGIES)}"
+            )
+    for row in rows:
+        collection.file(row)  # before a word of the row that all data in one place needs
     own = {
         "cocofl": {"tables.spans": spans},
         "heterofl": {"tables.widths": widths},

@@ -122,8 +122,10 @@ def read(path: Path) -> list[Result]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             return [_parse(line) for line in csv.DictReader(file)]
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        raise InvalidSetting(f"{path} is not a file of results: {error!r}") from error
+    except KeyError as error:
+        raise InvalidSetting(f"{path} is not a file of results: it lacks column {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidSetting(f"{path} is not a file of results: {error}") from error
 
 
 def _parse(line: Mapping[str, str]) -> Result:
