@@ -238,7 +238,7 @@ def test_only_scores_can_be_masked() -> None:
     ("training", "message"),
     [
         ({"optimizer": "torch.optim:RMSprop"}, "knows the optimizers sgd and adam, not 'torch.op"),
-        ({"optimizer": "adam", "momentum": 0.5}, "adam takes no momentum"),
+        ({"optimizer": "adam", "momentum": 0.5}, "cannot take lr, weight_decay, momentum"),
         ({"optimizer": "own"}, "knows the optimizers sgd and adam, not 'own'"),
     ],
 )

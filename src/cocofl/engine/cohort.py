@@ -410,19 +410,16 @@ def has_optimizer(recipe: Recipe) -> bool:
 
 
 def _stacked_optimizer(recipe: Recipe) -> Optimizer:
-    decay = recipe.weight_decay
+    recipe.check()
     if not has_optimizer(recipe):
         raise InvalidSetting(
             f"the cohort engine knows the optimizers sgd and adam, not {recipe.optimizer!r}; "
             'use engine.kind = "serial"'
         )
-    if recipe.optimizer_class() is torch.optim.SGD:
-        return Sgd(momentum=recipe.momentum, weight_decay=decay, clip=recipe.clip)
-    if recipe.momentum:
-        raise InvalidSetting(
-            f"adam takes no momentum, and training.momentum is {recipe.momentum}; set it to 0"
-        )
-    return Adam(weight_decay=decay, clip=recipe.clip)
+    decay, clip = recipe.weight_decay, recipe.clip
+    if recipe.optimizer_class() is torch.optim.Adam:
+        return Adam(weight_decay=decay, clip=clip)
+    return Sgd(momentum=recipe.momentum, weight_decay=decay, clip=clip)
 
 
 def _stacked_loss(loss: Loss) -> losses.StackedLoss:
