@@ -140,6 +140,7 @@ def test_mistakes_exit_with_2_and_one_message(call: Call, words: list[str], mess
     assert not Path("runs").exists()  # the mended command finds its folder free
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_worker_is_one_line_and_debug_shows_where(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LENGTHY = {"reports.md", "simulation.md", "technique.md"}
+LENGTHY = {"bring-your-own-model.md", "profiling.md", "reports.md", "simulation.md", "technique.md"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LONG = re.compile(
