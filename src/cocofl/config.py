@@ -268,8 +268,10 @@ class Experiment:
         """
         values: dict[str, Any] = {}
         for name, value in self.to_dict().items():
-            inner = value if isinstance(value, Mapping) else {"": value}
-            values |= {f"{name}.{key}".rstrip("."): item for key, item in inner.items()}
+            if isinstance(value, Mapping):
+                values |= {f"{name}.{key}": item for key, item in value.items()}
+            else:
+                values[name] = value
         return values
 
     def to_toml(self) -> str:

@@ -150,9 +150,8 @@ def test_devices_that_do_not_ask(case: str) -> None:
     found = []
     for asked in (everyone("cuda"), some):
         given, own = x.clone().requires_grad_(), w.clone().requires_grad_()
-        with Precision.named(
-            "tf32"
-        ).active():  # in fp32 convolutions are PyTorch's, which skip nothing
+        # In fp32 convolutions are PyTorch's, which leave nothing out.
+        with Precision.named("tf32").active():
             y = stacked_layer(given, Weights(own, own.detach(), own.detach()), g, asked)
             y.square().sum().backward()
         found.append((given.grad, own.grad))

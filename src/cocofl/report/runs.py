@@ -104,7 +104,7 @@ def arrange(runs: Sequence[Run]) -> list[Scene]:
             f"nothing to report yet: {names} {'has' if len(runs) == 1 else 'have'} no evaluated "
             f"round in {METRICS}"
         )
-    flat = {run.path: flatten(run.experiment.to_dict()) for run in evaluated}
+    flat = {run.path: run.experiment.by_key() for run in evaluated}
     scenes: dict[str, list[Run]] = {}
     for run in evaluated:
         scenes.setdefault(_key(flat[run.path], scene=True), []).append(run)
@@ -113,21 +113,6 @@ def arrange(runs: Sequence[Run]) -> list[Scene]:
         Scene(title or _default_title(members[0]), _lines(members, flat))
         for title, members in zip(titles, scenes.values(), strict=True)
     ]
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names.
-
-    >>> flatten({"rounds": 3, "data": {"split": "rc"}})
-    {'rounds': 3, 'data.split': 'rc'}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and not prefix:
-            flat |= flatten(value, f"{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def _lines(members: Sequence[Run], flat: Mapping[Path, Mapping[str, Any]]) -> tuple[Line, ...]:

@@ -19,7 +19,7 @@ from cocofl.experiment import Run
 from cocofl.report import charts
 from cocofl.report.findings import Row, ahead, curve, summary, trained
 from cocofl.report.palette import ON_DARK, line_colours
-from cocofl.report.runs import Line, Scene, arrange, find_runs, flatten
+from cocofl.report.runs import Line, Scene, arrange, find_runs
 from cocofl.report.sources import Sources
 from cocofl.runlog import write_text
 
@@ -268,7 +268,7 @@ def _one_per_line(lines: Sequence[Line]) -> list[Run]:
 
 def _settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Each setting with the values it takes among the runs."""
-    flat = [flatten(run.experiment.to_dict()) for run in runs]
+    flat = [run.experiment.by_key() for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     return [
         (key, ", ".join(dict.fromkeys(_plain(one[key]) for one in flat if key in one)))

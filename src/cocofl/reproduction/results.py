@@ -18,7 +18,6 @@ from cocofl.errors import InvalidSetting
 from cocofl.experiment import Run
 from cocofl.profiling.table import PREFIX
 from cocofl.report.findings import Spread
-from cocofl.report.runs import flatten
 from cocofl.reproduction.collection import ABLATION, Collection
 from cocofl.reproduction.plans import Name, label_of, shortened, strategy_of
 from cocofl.runlog import EXPERIMENT, write_text
@@ -214,7 +213,7 @@ def _misnamed(name: Name, experiment: Experiment, expected: Experiment) -> str:
 
 def _changes(name: Name, experiment: Experiment, expected: Experiment) -> str:
     """In what a run differs from its file, beyond what its name says."""
-    ours, theirs = (flatten(one.without_places().to_dict()) for one in (experiment, expected))
+    ours, theirs = (one.without_places().by_key() for one in (experiment, expected))
     in_the_name = {"name", "strategy.name"}
     if name.row == ABLATION:
         in_the_name |= {"devices.groups", *(key for key in ours if key.startswith("strategy."))}
