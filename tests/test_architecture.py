@@ -18,6 +18,7 @@ FLOORS = [
     {"cli"},
     {"reproduction"},
     {"flower", "report", "comparison", "trackers"},
+    {"together"},
     {"experiment"},
     {"config"},
     {"engine"},

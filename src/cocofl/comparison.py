@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cocofl.config import Experiment
 from cocofl.data.rules import check_rule
-from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import InvalidExperiment
-from cocofl.experiment import Run, make_executor, rounds_of, simulate, simulate_together
+from cocofl.experiment import Run, make_executor
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import lookup
+from cocofl.together import simulate_together
 
 # A seed that no comparison reports: what was chosen on it was not seen before.
 TUNING_SEED = 1_000_003
@@ -80,40 +80,36 @@ def compare(
     _check(experiment, strategies, splits or [], lr_grid or [])
     own = executor or make_executor(experiment)
 
-    def play(one: Experiment, path: Path) -> Run:
-        announce(f"{path.relative_to(out)}", rounds_of(one))
-        return simulate(one, out=path, resume=resume, executor=own, watchers=watchers)
+    def play(experiments: Mapping[Path, Experiment]) -> dict[Path, Run]:
+        def say(paths: Sequence[Path], rounds: int) -> None:
+            announce(", ".join(str(path.relative_to(out)) for path in paths), rounds)
 
-    def play_seeds(base: Experiment, folder: Path) -> list[Run]:
-        if not isinstance(own, CohortExecutor):
-            return [play(base.changed({"seed": s}), folder / f"seed{s}") for s in seeds]
-        announce(f"{folder.relative_to(out)}, all seeds", rounds_of(base))
-        several = {folder / f"seed{seed}": base.changed({"seed": seed}) for seed in seeds}
-        return simulate_together(several, resume=resume, executor=own, watchers=watchers)
-
-    def best_rate(base: Experiment, folder: Path) -> float:
-        shorter = base.changed({"seed": TUNING_SEED, "rounds": max(1, base.rounds * 2 // 3)})
-        tried = {
-            rate: play(shorter.changed({"training.lr": rate}), folder / f"lr{rate:g}").final[
-                "accuracy"
-            ]
-            for rate in lr_grid or ()
-        }
-        return max(tried, key=lambda rate: tried[rate]) if tried else base.training.lr
+        runs = simulate_together(
+            experiments, resume=resume, executor=own, watchers=watchers, announce=say
+        )
+        return {run.path: run for run in runs}
 
     rows: list[Row] = []
     tables: dict[str, str] = {}
     try:
         for split in splits or [experiment.data.split]:
-            for strategy in strategies:
-                name = strategy.replace(":", ".")
-                ours = strategy == experiment.strategy.name
-                options = experiment.strategy.options if ours else {}
-                base = experiment.changed({"data.split": split}).with_strategy(strategy, **options)
-                lr = best_rate(base, out / split / "tuning" / name)
-                runs = play_seeds(base.changed({"training.lr": lr}), out / split / name)
-                rows.append(_row(split, strategy, lr, runs))
-                tables[strategy] = "; ".join(runs[0].folder.about["tables"].values())
+            bases = {strategy: _on_split(experiment, split, strategy) for strategy in strategies}
+            folders = {strategy: strategy.replace(":", ".") for strategy in strategies}
+            if lr_grid:
+                tuning = {s: out / split / "tuning" / folder for s, folder in folders.items()}
+                bases = _tuned(bases, lr_grid, tuning, play)
+            paths = {s: [out / split / folders[s] / f"seed{seed}" for seed in seeds] for s in bases}
+            runs = play(
+                {
+                    path: base.changed({"seed": seed})
+                    for strategy, base in bases.items()
+                    for seed, path in zip(seeds, paths[strategy], strict=True)
+                }
+            )
+            for strategy, base in bases.items():
+                own_runs = [runs[path] for path in paths[strategy]]
+                rows.append(_row(split, strategy, base.training.lr, own_runs))
+                tables[strategy] = "; ".join(own_runs[0].folder.about["tables"].values())
     finally:
         if executor is None:
             own.close()
@@ -135,6 +131,39 @@ def _check(
         check_rule(split)
     for rate in lr_grid:
         experiment.changed({"training.lr": rate})
+
+
+def _on_split(experiment: Experiment, split: str, strategy: str) -> Experiment:
+    options = experiment.strategy.options if strategy == experiment.strategy.name else {}
+    return experiment.changed({"data.split": split}).with_strategy(strategy, **options)
+
+
+def _tuned(
+    bases: Mapping[str, Experiment],
+    lr_grid: Sequence[float],
+    folders: Mapping[str, Path],
+    play: Callable[[Mapping[Path, Experiment]], Mapping[Path, Run]],
+) -> dict[str, Experiment]:
+    """Each strategy with the learning rate that served it best in shorter runs."""
+    trials = {
+        folders[strategy] / f"lr{rate:g}": base.changed(
+            {
+                "seed": TUNING_SEED,
+                "rounds": max(1, base.rounds * 2 // 3),
+                "training.lr": rate,
+            }
+        )
+        for strategy, base in bases.items()
+        for rate in lr_grid
+    }
+    runs = play(trials)
+
+    def best(strategy: str) -> float:
+        return max(
+            lr_grid, key=lambda rate: runs[folders[strategy] / f"lr{rate:g}"].final["accuracy"]
+        )
+
+    return {s: base.changed({"training.lr": best(s)}) for s, base in bases.items()}
 
 
 def _row(split: str, strategy: str, lr: float, runs: Sequence[Run]) -> Row:

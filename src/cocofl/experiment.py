@@ -25,7 +25,7 @@ from cocofl.data import DataSet, Partition, Rule
 from cocofl.data.origin import cache_dir
 from cocofl.engine.cohort import CohortExecutor, has_optimizer
 from cocofl.engine.executor import Executor
-from cocofl.engine.rounds import Evaluation, Job, Schedule, Watcher, evaluate, run, run_together
+from cocofl.engine.rounds import Evaluation, Job, Schedule, Watcher, evaluate, run
 from cocofl.engine.workers import Workers
 from cocofl.errors import InvalidExperiment, TableMismatch
 from cocofl.fl.devices import (
@@ -140,40 +140,6 @@ def simulate(
         if executor is None:
             own.close()
     return Run(folder)
-
-
-def simulate_together(
-    experiments: Mapping[Path, Experiment],
-    *,
-    resume: bool = False,
-    executor: Executor | None = None,
-    watchers: Sequence[Watcher] = (),
-) -> list[Run]:
-    """Run experiments that differ in their seed only, each into its folder.
-
-    On a GPU they are one computation. Elsewhere, and where nothing is gained, one follows another.
-    """
-    paths, several = list(experiments), list(experiments.values())
-    if any(one.changed({"seed": 0}) != several[0].changed({"seed": 0}) for one in several):
-        raise InvalidExperiment("experiments that run together may differ in their seed only")
-    own = executor or make_executor(several[0])
-    try:
-        if not isinstance(own, CohortExecutor) or len(several) == 1:
-            return [
-                simulate(one, out=path, resume=resume, executor=own, watchers=watchers)
-                for path, one in experiments.items()
-            ]
-        setups = [Setup(one) for one in several]
-        jobs = [setup.job() for setup in setups]
-        folders = [open_folder(path, one, resume=resume) for path, one in experiments.items()]
-        for folder, setup in zip(folders, setups, strict=True):
-            if not folder.is_complete:
-                folder.write_about(setup.about() | {"together": list(map(str, paths))})
-        run_together(list(zip(jobs, folders, strict=True)), own, machine_plan(), watchers)
-        return [Run(folder) for folder in folders]
-    finally:
-        if executor is None:
-            own.close()
 
 
 def evaluate_run(

@@ -22,7 +22,7 @@ from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
 from cocofl.engine.narrow import WidthTrial
 from cocofl.errors import InvalidExperiment, InvalidSetting
-from cocofl.experiment import Run, Setup, engine_kind, simulate, simulate_together
+from cocofl.experiment import Run, Setup, engine_kind, simulate
 from cocofl.fl.local import Task, Workshop
 from cocofl.fl.merge import merge, merge_nested
 from cocofl.fl.recipe import OPTIMIZERS
@@ -33,6 +33,7 @@ from cocofl.models import MODELS
 from cocofl.models.base import narrowed
 from cocofl.models.transformer import Encoder, EncoderLayer, Shape
 from cocofl.runlog import Record
+from cocofl.together import groups, simulate_together
 from cocofl.vector import Cohort, DeviceWork, Sgd
 
 HAS_GPU = torch.cuda.is_available()
@@ -437,10 +438,81 @@ def test_seeds_that_run_together_are_resumed_together(tmp_path: Path) -> None:
         assert distance(one, other) == 0
 
 
-def test_only_seeds_run_together(tmp_path: Path) -> None:
+MIXED = {
+    "cocofl": {"name": "cocofl", "variant": "ff"},
+    "plain": {"name": "cocofl", "variant": "f"},
+    "fedavg": {"name": "fedavg"},
+    "heterofl": {"name": "heterofl"},
+    "masked": {"name": "heterofl", "masked": True, "scaler": True},
+    "fjord": {"name": "fjord"},
+    "distilled": {"name": "fjord", "distillation": 0.5},
+}
+
+
+@pytest.mark.parametrize("at_once", [7, 40])
+def test_strategies_that_run_together_give_what_each_gives_alone(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, over two rounds; whether the devices of all of them fit, or not."""
+    monkeypatch.setitem(MODELS, "exact", exact)
+    training = {"batch": 16, "weight_decay": 0.01, "momentum": 0.5}
+    base = Experiment.parse(TINY | {"rounds": 2, "model": {"name": "exact"}, "training": training})
+    several = {
+        tmp_path / name: Experiment.parse(base.to_dict() | {"strategy": strategy, "seed": seed})
+        for seed, (name, strategy) in enumerate(MIXED.items())
+    }
+    assert len(groups(several)) == 1
+    together = simulate_together(several, executor=CohortExecutor("cpu", devices=at_once))
+    for run, (path, one) in zip(together, several.items(), strict=True):
+        alone = simulate(one, out=tmp_path / f"alone-{path.name}", executor=InProcess())
+        assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]
+        assert [r["bytes_up"] for r in alone.rounds] == [r["bytes_up"] for r in run.rounds]
+        assert alone.state.keys() == run.state.keys()
+        assert distance(alone, run) < 1e-9, path.name
+
+
+def test_int8_beside_narrower_networks_with_statistics_of_their_own(tmp_path: Path) -> None:
+    """Of a network with norms, and with scales that only some runs measure."""
+    strategies = {"cocofl": {}, "fjord": {"distillation": 0.5}, "heterofl": {}, "fedavg-full": {}}
+    base = Experiment.parse(TINY | {"rounds": 2})
+    several = {
+        tmp_path / name: base.with_strategy(name, **options) for name, options in strategies.items()
+    }
+    together = simulate_together(several, executor=CohortExecutor("cpu"))
+    for run, (path, one) in zip(together, several.items(), strict=True):
+        alone = simulate(one, out=tmp_path / f"alone-{path.name}", executor=CohortExecutor("cpu"))
+        assert alone.state.keys() == run.state.keys()
+        assert distance(alone, run) < 1e-4, path.name  # the same bits, where this was written
+
+
+def test_what_is_one_computation() -> None:
     base = Experiment.parse(TINY)
-    with pytest.raises(InvalidExperiment, match="may differ in their seed only"):
-        simulate_together({tmp_path / "a": base, tmp_path / "b": base.changed({"rounds": 2})})
+    changes: dict[str, dict[str, Any]] = {
+        "as it is": {},
+        "strategy": {"strategy.name": "heterofl"},
+        "split": {"data.split": "rc"},
+        "rate": {"training.lr": 0.5, "rounds": 3},
+        "batch": {"training.batch": 8},
+        "model": {"model.name": "mobilenet"},
+        "central": {"strategy.name": "centralized"},
+        "many": {"devices.count": 60, "devices.per_round": 30},
+    }
+    several = {Path(name): base.changed(change) for name, change in changes.items()}
+    assert [[path.name for path in group] for group in groups(several)] == [
+        ["as it is", "strategy", "split", "rate"],
+        ["batch"],
+        ["model"],
+        ["central"],
+        ["many"],
+    ]
+
+
+def test_runs_of_unequal_engines_do_not_go_together(tmp_path: Path) -> None:
+    base = Experiment.parse(TINY)
+    with pytest.raises(InvalidExperiment, match="must have the same engine"):
+        simulate_together(
+            {tmp_path / "a": base, tmp_path / "b": base.changed({"engine.precision": "fp32"})}
+        )
 
 
 def test_only_the_states_of_a_round_are_kept() -> None:

@@ -23,7 +23,7 @@ from cocofl.engine.narrow import Narrowed, NarrowNetworks, WidthTrial
 from cocofl.engine.resident import ResidentSplit
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Materials, Task, Workshop
+from cocofl.fl.local import Materials, Task, Work, Workshop
 from cocofl.fl.merge import Contribution, Places, State, merge, merge_nested
 from cocofl.fl.recipe import Loss, Recipe, cross_entropy
 from cocofl.fl.spans import SpanWork
@@ -175,51 +175,28 @@ class CohortExecutor:
         It is good until the cohort runs again, be it for statistics, unless told to ``keep`` it.
         """
         states = [state for _, state in asked]
-        everyone = [
-            _Participant(run, task) for run, (tasks, _) in enumerate(asked) for task in tasks
-        ]
-        works = [one.task.work for one in everyone]
-        spans = all(isinstance(work, SpanWork) for work in works)
-        alone = self._alone or not everyone
-        distils = any(isinstance(work, OrderedWork) and work.distillation > 0 for work in works)
-        cohort = None if alone else self._cohort_for(len(everyone), distils=distils)
-        if cohort is None or not (spans or all(map(self._widths.can, works))):
-            yield from ((run, self._workshop.train(task, states[run])) for run, task in everyone)
+        everyone: list[_Participant] = []
+        for run, (tasks, state) in enumerate(asked):
+            if not self._alone and all(self._can(task.work) for task in tasks):
+                everyone += (_Participant(run, task) for task in tasks)
+            else:
+                yield from ((run, self._workshop.train(task, state)) for task in tasks)
+        if not everyone:
             return
+        works = [one.task.work for one in everyone]
+        distils = any(isinstance(work, OrderedWork) and work.distillation > 0 for work in works)
+        cohort = self._cohort_for(len(everyone), distils=distils)
         rows = Rows.below_each_other([self._rows(cohort, state) for state in states])
         self._held = {id(state): self._held[id(state)] for state in states}
-        train_some = self._train_spans if spans else self._train_widths
         for first in range(0, len(everyone), cohort.devices):
             some = everyone[first : first + cohort.devices]
-            sent = train_some(cohort, some, rows, states, keep)
+            sent = self._train_some(cohort, some, rows, states, keep)
             yield from ((one.run, own) for one, own in zip(some, sent, strict=True))
 
-    def _train_spans(
-        self,
-        cohort: Cohort,
-        some: Sequence[_Participant],
-        rows: Rows,
-        states: Sequence[State],
-        keep: bool,
-    ) -> Iterator[Contribution]:
-        works = [_device_work(task)._replace(state=run) for run, task in some]
-        known = [
-            frozenset(key for key in cohort.program.sites.keys if key in state) for state in states
-        ]
-        cohort.train(rows, known, works, *self._mini_batches(some))
-        means = cohort.losses.tolist()
-        sound, scales = _are_finite(cohort), (~cohort.measured.isnan()).sum(1).tolist()
-        for d, ((_, task), work) in enumerate(zip(some, works, strict=True)):
-            own = cohort.rows_now(d).clone() if keep else cohort.rows_now(d)
-            yield _Sent(
-                tensors=_RowTensors(partial(_update, cohort, own, work), own),
-                samples=len(task.indices),
-                loss=means[d],
-                size_bytes=self._tensor_bytes(cohort, work.span) + _SCALE_BYTES * scales[d],
-                sound=sound[d] and bool(np.isfinite(means[d])),
-            )
+    def _can(self, work: Work) -> bool:
+        return isinstance(work, SpanWork) or self._widths.can(work)
 
-    def _train_widths(
+    def _train_some(
         self,
         cohort: Cohort,
         some: Sequence[_Participant],
@@ -229,25 +206,33 @@ class CohortExecutor:
     ) -> Iterator[Contribution]:
         narrow, tasks = self._narrow, [task for _, task in some]
         assert narrow is not None
-        works = [narrow.work(task)._replace(state=run) for run, task in some]
+        works = [_device_work(task, narrow)._replace(state=run) for run, task in some]
+        known = [
+            frozenset(key for key in cohort.program.sites.keys if key in state) for state in states
+        ]
         indices, valid = self._mini_batches(some)
         schedule, levels = narrow.schedule(tasks, len(indices)), None
         if schedule is not None:
-            levels = schedule, narrow.statistics_of(states)[[run for run, _ in some]]
-        cohort.train(rows, [frozenset()] * len(states), works, indices, valid, levels)
+            levels = schedule, narrow.statistics_of(states, rows)[[run for run, _ in some]]
+        cohort.train(rows, known, works, indices, valid, levels)
         means, sound = cohort.losses.tolist(), _are_finite(cohort)
-        for d, task in enumerate(tasks):
-            own = narrow.narrowed(task, works[d], d, schedule, valid[:, d])
-            own = own.clone() if keep else own
-            yield _Sent(
-                tensors=_NarrowTensors(partial(narrow.tensors, own), own),
-                samples=len(task.indices),
-                loss=means[d],
-                width=narrow.width(own.level),
-                rows=narrow.voting_rows(own),
-                size_bytes=narrow.sent_bytes(own),
-                sound=sound[d] and bool(np.isfinite(means[d])),
-            )
+        scales = (~cohort.measured.isnan()).sum(1).tolist()
+        for d, (task, work) in enumerate(zip(tasks, works, strict=True)):
+            common: dict[str, Any] = {
+                "samples": len(task.indices),
+                "loss": means[d],
+                "sound": sound[d] and bool(np.isfinite(means[d])),
+            }
+            if work.level is None:
+                of_device = cohort.rows_now(d).clone() if keep else cohort.rows_now(d)
+                yield _Sent(
+                    tensors=_RowTensors(partial(_update, cohort, of_device, work), of_device),
+                    size_bytes=self._tensor_bytes(cohort, work.span) + _SCALE_BYTES * scales[d],
+                    **common,
+                )
+            else:
+                own = narrow.narrowed(task, work, d, schedule, valid[:, d])
+                yield _narrow_sent(narrow, own.clone() if keep else own, common)
 
     def _mini_batches(
         self, some: Sequence[_Participant]
@@ -385,9 +370,21 @@ class CohortExecutor:
         return self._sizes[span]
 
 
-def _device_work(task: Task) -> DeviceWork:
-    assert isinstance(task.work, SpanWork)
-    return DeviceWork(task.work.span, task.work.variant, task.lr)
+def _device_work(task: Task, narrow: NarrowNetworks) -> DeviceWork:
+    work = task.work
+    if isinstance(work, SpanWork):
+        return DeviceWork(work.span, work.variant, task.lr)
+    return narrow.work(task)
+
+
+def _narrow_sent(narrow: NarrowNetworks, own: Narrowed, common: Mapping[str, Any]) -> _Sent:
+    return _Sent(
+        tensors=_NarrowTensors(partial(narrow.tensors, own), own),
+        width=narrow.width(own.level),
+        rows=narrow.voting_rows(own),
+        size_bytes=narrow.sent_bytes(own),
+        **common,
+    )
 
 
 def _mini_batches(

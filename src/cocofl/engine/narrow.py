@@ -24,7 +24,7 @@ from cocofl.models import MODELS
 from cocofl.models.widths import Place
 from cocofl.vector import Cohort, DeviceWork, Rows
 from cocofl.vector.agreement import Narrowing
-from cocofl.vector.levels import factor_row
+from cocofl.vector.levels import WHOLE, factor_row
 from cocofl.vector.program import score_count
 from cocofl.vector.slots import Slots
 
@@ -99,6 +99,7 @@ class NarrowNetworks:
         self._parameter_bytes = cache(partial(_parameter_bytes, workshop))
         tracked = cohort.program.slots.statistics.by_key.keys()
         self._statistic_bytes = cache(partial(_statistic_bytes, workshop, tracked))
+        self._fresh = cache(partial(_statistics_row, workshop, cohort))
 
     def level(self, width: float, *, scaled: bool = False) -> int:
         """The number of a width in the cohort."""
@@ -130,7 +131,7 @@ class NarrowNetworks:
 
     def schedule(self, tasks: Sequence[Task], steps: int) -> NDArray[np.int64] | None:
         """At which level each step is taken; None where all steps are at what a device holds."""
-        levels = np.zeros((steps, len(tasks)), np.int64)
+        levels = np.full((steps, len(tasks)), WHOLE, np.int64)
         varies = False
         for d, task in enumerate(tasks):
             if isinstance(task.work, OrderedWork):
@@ -143,26 +144,28 @@ class NarrowNetworks:
                 varies |= task.work.scaler
         return levels if varies else None
 
-    def statistics_of(self, states: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    def statistics_of(self, states: Sequence[Mapping[str, Tensor]], rows: Rows) -> Tensor:
         """The server's statistics, (state, level, place): its own, or fresh ones."""
         self._left = {id(state): (state, self._by_width(state)) for state in states}
-        widths = [level.width for level in self._numbers]
-        rows = [torch.stack([self._left[id(state)][1][w] for w in widths]) for state in states]
-        return torch.stack(rows)
+        widths, found = [level.width for level in self._numbers], []
+        for state, whole in zip(states, rows.statistics, strict=True):
+            by_width = self._left[id(state)][1] | {1.0: whole}
+            found.append(torch.stack([by_width[width] for width in widths]))
+        return torch.stack(found)
 
     def _by_width(self, state: Mapping[str, Tensor]) -> dict[float, Tensor]:
-        """Rows of statistics; usually they are where the last merge left them."""
+        """Rows of narrower statistics; usually they are where the last merge left them."""
         _, known = self._left.get(id(state), (state, {}))
-        missing = {level.width for level in self._numbers} - known.keys()
+        missing = {level.width for level in self._numbers} - known.keys() - {1.0}
         return known | {width: self._row_at(state, width) for width in missing}
 
     def _row_at(self, state: Mapping[str, Tensor], width: float) -> Tensor:
-        slots, found = self._cohort.program.slots.statistics, {}
-        fresh, places = self._workshop.model(width).state_dict(), self._workshop.places(width)
-        for key, slot in slots.by_key.items():
-            found[key] = torch.zeros(slot.shape)
-            found[key][places[key]] = state.get(statistics_key(key, width), fresh[key]).float()
-        return slots.pack(found, torch.zeros(0)).to(self._cohort.statistics)
+        keys = self._cohort.program.slots.statistics.by_key
+        own = {key: state.get(statistics_key(key, width)) for key in keys}
+        there = {key: t for key, t in own.items() if t is not None}
+        if not there:
+            return self._fresh(width)
+        return _statistics_row(self._workshop, self._cohort, width, there)
 
     def narrowed(
         self,
@@ -254,6 +257,18 @@ class NarrowNetworks:
         if known := self._left.get(id(state), (state, {}))[1] | averaged:
             self._left[id(merged)] = merged, known
         return merged, rows
+
+
+def _statistics_row(
+    workshop: Workshop, cohort: Cohort, width: float, own: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Statistics of a narrower network at their places in the full one; fresh ones by default."""
+    slots, found = cohort.program.slots.statistics, {}
+    there, places = workshop.model(width).state_dict() | dict(own or {}), workshop.places(width)
+    for key, slot in slots.by_key.items():
+        found[key] = torch.zeros(slot.shape)
+        found[key][places[key]] = there[key].float()
+    return slots.pack(found, torch.zeros(0)).to(cohort.statistics)
 
 
 def _parameter_bytes(workshop: Workshop, width: float) -> int:

@@ -118,7 +118,7 @@ def run_together(
     plan: KernelPlan,
     watchers: Sequence[Watcher] = (),
 ) -> None:
-    """Play several runs at once, which differ in their seed; watchers are told of the first."""
+    """Play several runs with one network and recipe at once; watchers are told of the first."""
     games = [_Game(job, folder) for job, folder in jobs if not folder.is_complete]
     if not games:
         return

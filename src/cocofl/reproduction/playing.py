@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cocofl.engine.cohort import CohortExecutor
-from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import DataNotFound
-from cocofl.experiment import load_data, make_executor, rounds_of, simulate_together
+from cocofl.experiment import load_data
 from cocofl.reproduction.plans import Planned
 from cocofl.runlog import RunFolder
+from cocofl.together import simulate_together
 
 
 def missing(planned: Sequence[Planned], out: Path) -> list[Planned]:
@@ -33,26 +32,13 @@ def play(
     todo, problems = _with_data(missing(planned, out))
     if not todo:
         return problems
-    executor = make_executor(todo[0].experiment)
-    try:
-        for some in _at_once(todo, executor):
-            names = [str(one.name) for one in some]
-            announce(", ".join(names), rounds_of(some[0].experiment))
-            several = {out / str(one.name): one.experiment for one in some}
-            simulate_together(several, resume=True, executor=executor, watchers=watchers)
-    finally:
-        executor.close()
+    experiments = {out / str(one.name): one.experiment for one in todo}
+
+    def say(paths: Sequence[Path], rounds: int) -> None:
+        announce(", ".join(path.name for path in paths), rounds)
+
+    simulate_together(experiments, resume=True, watchers=watchers, announce=say)
     return problems
-
-
-def _at_once(planned: Sequence[Planned], executor: Executor) -> list[list[Planned]]:
-    """A cohort plays the seeds of one experiment at once, other executors one after the other."""
-    groups: dict[tuple[object, ...], list[Planned]] = {}
-    for i, one in enumerate(planned):
-        name = one.name
-        together = isinstance(executor, CohortExecutor)
-        groups.setdefault((name.row, name.label, name.rounds) if together else (i,), []).append(one)
-    return list(groups.values())
 
 
 def _with_data(planned: Sequence[Planned]) -> tuple[list[Planned], list[str]]:

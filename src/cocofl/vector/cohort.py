@@ -26,7 +26,7 @@ from cocofl.span import Role, Span
 from cocofl.vector.folding import FoldedLayer, fold_layers
 from cocofl.vector.graphs import Graphs
 from cocofl.vector.instructions import Layer
-from cocofl.vector.levels import Levels
+from cocofl.vector.levels import WHOLE, Levels
 from cocofl.vector.losses import StackedLoss, cross_entropy, distance, of_classes
 from cocofl.vector.maps import Weights
 from cocofl.vector.optimizer import Optimizer, Sgd
@@ -254,8 +254,8 @@ class Cohort:
         """Train all devices on their mini-batches: (step, device, sample) and (step, device).
 
         ``known`` are the scales that each state has. There may be fewer works than room. With
-        ``levels`` each step is taken at one of the narrower networks: at which, (step, device),
-        and the statistics that they begin with, (device, level, place).
+        ``levels`` each step is taken at one of the narrower networks or the whole one: at which,
+        (step, device), and the statistics that the narrower begin with, (device, level, place).
         """
         traits = self._begin(states, known, works)
         room = self.devices - len(works)
@@ -270,7 +270,8 @@ class Cohort:
             assert self.levels is not None
             distillation = [*(work.distillation for work in works), *[0.0] * room]
             traits = replace(traits, levels=True, distils=any(distillation))
-            self.levels.begin(np.pad(levels[0], ((0, 0), (0, room))), levels[1], distillation)
+            schedule = np.pad(levels[0], ((0, 0), (0, room)), constant_values=WHOLE)
+            self.levels.begin(schedule, levels[1], self.statistics, distillation)
         counts = np.pad(valid, ((0, 0), (0, room)))
         finishing = (counts > 0) & (np.cumsum((counts > 0)[::-1], 0)[::-1] == 1)
         finishing &= np.array([*(work.variant == "qff" for work in works), *[False] * room])
@@ -354,11 +355,13 @@ class Cohort:
         folds = not bool(roles["with_batch"].all())
         if folds:
             self._frozen.fill(states, everyone, self._graphs)
-        if not any(
-            work.variant == "qff" and len(work.span) < self.program.n_blocks for work in works
-        ):
+        if not any(map(self._rounds, works)):
             return _Traits(folds, frozenset(), frozenset())
         return self._begin_rounding(states, known, everyone, folds)
+
+    def _rounds(self, work: DeviceWork) -> bool:
+        """Whether a device rounds anything at all."""
+        return work.variant == "qff" and len(work.span) < self.program.n_blocks
 
     def _begin_rounding(
         self,
@@ -368,7 +371,7 @@ class Cohort:
         folds: bool,
     ) -> _Traits:
         rounder = self.program.rounder
-        settled = tuple(dict.fromkeys(known))
+        settled = tuple(dict.fromkeys(known[work.state] for work in works if self._rounds(work)))
         self._seen_known[settled] += 1
         if self._seen_known[settled] < _SETTLED:
             # In the first rounds new scales become known every time. One computation that can
@@ -440,6 +443,8 @@ class Cohort:
             statistics=self.levels.statistics_of_held(),
             steps_done=self.levels.steps_done_by_held(),
             channels=self.levels.channels_of_held() if run.channels else {},
+            table=None,
+            measured=None,  # a teacher says nothing about scales
         )
         teacher = self.program(inputs, teaching)
         part = self.levels.distillation()
@@ -472,12 +477,13 @@ class Cohort:
     ) -> Run:
         own = self._own if traits.folds else None
         at_levels = self.levels if traits.levels else None
+        parameters = self.parameters if at_levels is None else at_levels.parameters
         return Run(
             roles=self._roles,
             valid=self._valid,
             batch=self.batch,
             leaves=leaves,
-            weights=self._frozen.weights(self.parameters, leaves, self._roles, own),
+            weights=self._frozen.weights(parameters, leaves, self._roles, own),
             statistics=self._tracked,
             frozen_factors=self._frozen.factors,
             frozen_offsets=self._frozen.offsets,

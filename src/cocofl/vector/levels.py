@@ -22,6 +22,8 @@ from cocofl.vector.slots import Slot, Slots
 
 # Captured steps read rows of factors where they are: room for more than one is made at a time.
 _CAPACITY = 8
+WHOLE = -1
+"""The level of devices that have the whole network, and statistics as everybody has."""
 
 
 def factor_row(
@@ -41,7 +43,7 @@ class Levels:
     def __init__(self, program: Program, devices: int, like: Tensor) -> None:
         """``like`` are the parameters of all devices."""
         slots, self._count, capacity = program.slots, 0, _CAPACITY
-        # The last row stays: all of the network.
+        # The last row stays: WHOLE.
         self._factors = like.new_ones(capacity, slots.parameters.size)
         whole = torch.tensor([*program.channels.values()], dtype=torch.int32, device=like.device)
         self._values = list(program.channels)
@@ -56,9 +58,11 @@ class Levels:
         self._steps_done = like.new_zeros(devices, capacity)
         self._of_held = like.new_zeros(devices, slots.statistics.size)
         self._tracked_of_held = {slot: slot.of(self._of_held) for slot in slots.statistics.all()}
-        self._narrow = torch.zeros_like(like)
+        self.parameters = torch.zeros_like(like)
+        """Of each device at its level in this step."""
         self._leaves = {
-            slot: slot.of(self._narrow).detach().requires_grad_() for slot in slots.parameters.all()
+            slot: slot.of(self.parameters).detach().requires_grad_()
+            for slot in slots.parameters.all()
         }
 
     @property
@@ -94,7 +98,7 @@ class Levels:
         return self.there(levels)
 
     def _index(self, levels: Sequence[int | None]) -> Tensor:
-        rows = [-1 if level is None else level for level in levels]
+        rows = [WHOLE if level is None else level for level in levels]
         return torch.tensor(rows, device=self._now.device)
 
     def channels(self) -> dict[str, Tensor]:
@@ -109,16 +113,22 @@ class Levels:
         return dict(zip(self._values, self._channels[levels].t().contiguous(), strict=True))
 
     def begin(
-        self, schedule: NDArray[np.int64], statistics: Tensor, distillation: Sequence[float]
+        self,
+        schedule: NDArray[np.int64],
+        statistics: Tensor,
+        of_whole: Tensor,
+        distillation: Sequence[float],
     ) -> None:
         """The levels of a round, (step, device), and what statistics begin with.
 
-        These are (device, level, place). ``distillation`` is the part of each device's loss that
-        a teacher decides, where there is one.
+        These are (device, level, place), and of the whole network (device, place).
+        ``distillation`` is the part of each device's loss that a teacher decides, where there is
+        one.
         """
         self._distillation.copy_(torch.tensor(distillation, dtype=self._distillation.dtype))
         self._schedule = torch.from_numpy(schedule).to(self._now.device)
         self.statistics[: len(statistics), : statistics.shape[1]] = statistics
+        self.statistics[:, WHOLE] = of_whole
         self._steps_done.zero_()
 
     def go_to(self, step: int) -> None:
@@ -127,7 +137,7 @@ class Levels:
 
     def narrowed(self, parameters: Tensor, statistics: Tensor) -> dict[Slot, Tensor]:
         """What learns in this step; the statistics become those of its levels."""
-        self._narrow.copy_(parameters * self._factors[self._now])
+        self.parameters.copy_(parameters * self._factors[self._now])
         statistics.copy_(self.statistics[self._rows, self._now])
         return self._leaves
 

@@ -1,0 +1,116 @@
+"""Many experiments; on a GPU those that share a network are one computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cocofl.config import Experiment
+from cocofl.engine.cohort import CohortExecutor
+from cocofl.engine.executor import Executor
+from cocofl.engine.rounds import Watcher, run_together
+from cocofl.errors import InvalidExperiment
+from cocofl.experiment import (
+    Run,
+    Setup,
+    engine_kind,
+    load_data,
+    machine_plan,
+    make_executor,
+    open_folder,
+    rounds_of,
+    simulate,
+)
+
+DEVICES_AT_ONCE = 40
+"""More gain little on an H200, and the more runs wait for each other, the later the first ends."""
+
+_COMMON = ("model.", "training.", "engine.", "data.name", "data.dir", "data.preset")
+# The learning rate is a device's own.
+_OWN = ("training.lr", "training.decay_rounds", "training.decay_factor")
+
+Announce = Callable[[Sequence[Path], int], None]
+"""Is told which folders' runs begin, and how many rounds the first has."""
+
+
+def simulate_together(
+    experiments: Mapping[Path, Experiment],
+    *,
+    resume: bool = False,
+    executor: Executor | None = None,
+    watchers: Sequence[Watcher] = (),
+    announce: Announce = lambda _paths, _rounds: None,
+) -> list[Run]:
+    """Run experiments, each into its folder; watchers are told of the first of those at once.
+
+    A cohort plays seeds, strategies and splits at once that share model, data set and training.
+    Elsewhere one run follows another.
+    """
+    first = next(iter(experiments.values()))
+    if any(
+        one.engine != first.engine or engine_kind(one) != engine_kind(first)
+        for one in experiments.values()
+    ):
+        raise InvalidExperiment("experiments that run together must have the same engine")
+    own = executor or make_executor(first)
+    found: dict[Path, Run] = {}
+    try:
+        for some in groups(experiments) if isinstance(own, CohortExecutor) else _each(experiments):
+            announce(list(some), rounds_of(next(iter(some.values()))))
+            if isinstance(own, CohortExecutor) and len(some) > 1:
+                found |= _play_at_once(some, own, watchers, resume=resume)
+            else:
+                for path, one in some.items():
+                    found[path] = simulate(
+                        one, out=path, resume=resume, executor=own, watchers=watchers
+                    )
+    finally:
+        if executor is None:
+            own.close()
+    return [found[path] for path in experiments]
+
+
+def groups(experiments: Mapping[Path, Experiment]) -> list[dict[Path, Experiment]]:
+    """Which of them a cohort plays at once: never more than ``DEVICES_AT_ONCE`` devices."""
+    found: list[dict[Path, Experiment]] = []
+    for path, one in experiments.items():
+        for group in found:
+            members = [*group.values(), one]
+            devices = sum(member.devices.per_round for member in members)
+            if devices <= DEVICES_AT_ONCE and _common_ground(members[0]) == _common_ground(one):
+                group[path] = one
+                break
+        else:
+            found.append({path: one})
+    return found
+
+
+def _each(experiments: Mapping[Path, Experiment]) -> list[dict[Path, Experiment]]:
+    return [{path: one} for path, one in experiments.items()]
+
+
+def _common_ground(experiment: Experiment) -> dict[str, Any]:
+    """What those have in common that are one computation."""
+    values = experiment.by_key().items()
+    common = {key: v for key, v in values if key.startswith(_COMMON) and key not in _OWN}
+    # Who has all data has many times the mini-batches: everybody else would wait.
+    return common | {"central": experiment.strategy.name == "centralized"}
+
+
+def _play_at_once(
+    experiments: Mapping[Path, Experiment],
+    executor: CohortExecutor,
+    watchers: Sequence[Watcher],
+    *,
+    resume: bool,
+) -> dict[Path, Run]:
+    data = load_data(next(iter(experiments.values())))
+    setups = [Setup(one, data) for one in experiments.values()]
+    jobs = [setup.job() for setup in setups]
+    folders = [open_folder(path, one, resume=resume) for path, one in experiments.items()]
+    for folder, setup in zip(folders, setups, strict=True):
+        if not folder.is_complete:
+            folder.write_about(setup.about() | {"together": list(map(str, experiments))})
+    run_together(list(zip(jobs, folders, strict=True)), executor, machine_plan(), watchers)
+    return {folder.path: Run(folder) for folder in folders}
