@@ -140,6 +140,31 @@ def test_mistakes_exit_with_2_and_one_message(call: Call, words: list[str], mess
     assert not Path("runs").exists()  # the mended command finds its folder free
 
 
+OWN_STRATEGIES = """
+from cocofl.fl.merge import merge, merge_nested
+from cocofl.fl.strategies import Strategy
+
+def blocks(tables):
+    return Strategy(lambda situation: None, merge)
+
+def slices(tables):
+    return Strategy(lambda situation: None, merge_nested)
+"""
+
+
+def test_what_a_strategy_does_decides_whether_it_can_be_deployed(
+    call: Call, tmp_path: Path
+) -> None:
+    (tmp_path / "own_strategies.py").write_text(OWN_STRATEGIES)
+    refused = call("flower", "app", "x", "--set", "strategy.name=own_strategies:slices")
+    assert refused.returncode == 2
+    assert "'own_strategies:slices' cannot be deployed" in refused.stderr
+    assert not Path("x").exists()
+    for name in ("own_strategies:blocks", "only_on.the_server:strategy"):
+        made = call("flower", "app", name.partition(":")[0], "--set", f"strategy.name={name}")
+        assert made.returncode == 0, made.stderr
+
+
 @pytest.mark.slow
 def test_what_fails_in_a_worker_is_one_line_and_debug_shows_where(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
