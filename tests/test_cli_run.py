@@ -67,6 +67,12 @@ def test_run_then_resume_then_evaluate(call: Call, tmp_path: Path) -> None:
     assert summary["rounds"] == 2
     tested = call("evaluate", "runs/tiny", "--json")
     assert json.loads(tested.stdout)["accuracy"] == summary["accuracy"]
+    os.truncate("runs/tiny/model.safetensors", 5000)
+    damaged = call("run", "tiny.toml", "--set", "training.lr=0.05", "--resume")
+    assert damaged.returncode == 2
+    assert "cannot read runs/tiny/model.safetensors" in damaged.stderr
+    assert "remove that file, and --resume plays it again" in damaged.stderr
+    assert len(damaged.stderr.splitlines()) == 1
 
 
 def test_a_cohort_computes_where_it_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

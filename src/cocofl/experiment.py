@@ -506,6 +506,8 @@ def open_folder(path: Path, experiment: Experiment, *, resume: bool) -> RunFolde
             f"{path} holds another experiment, which cannot be continued as this one: "
             f"{'; '.join(changed[:3])}. Name another folder with --out"
         )
+    if folder.is_complete:
+        folder.check_model()
     return folder
 
 

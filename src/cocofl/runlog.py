@@ -115,6 +115,17 @@ class RunFolder:
             write_state(self.path / MODEL, state, rounds_done)
             (self.path / CHECKPOINT).unlink(missing_ok=True)
 
+    def check_model(self) -> None:
+        """Complain about a final state that is cut off or none; its tensors are not read."""
+        path = self.path / MODEL
+        try:
+            with _opened(path):
+                pass
+        except InvalidState as error:
+            raise InvalidState(
+                f"{error}. The run was finished: remove that file, and --resume plays it again"
+            ) from error
+
     def model(self) -> State:
         """The final state, or the last checkpoint of a run that has not ended."""
         for name in (MODEL, CHECKPOINT):
@@ -146,12 +157,19 @@ def state_from_bytes(content: bytes) -> State:
 
 def read_state(path: Path) -> tuple[int, State]:
     """Rounds done, and the state; nothing in the file is executed, and sizes are checked."""
+    with _opened(path) as file:
+        rounds = (file.metadata() or {}).get("rounds", "0")
+        return int(rounds), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file whose header is sound and whose size is what that says."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
     try:
         with safe_open(path, "pt") as file:
-            rounds = (file.metadata() or {}).get("rounds", "0")
-            return int(rounds), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            yield file
     except (OSError, SafetensorError, ValueError) as error:
         raise InvalidState(f"cannot read {path} as safetensors: {error}") from error
 
