@@ -17,6 +17,7 @@ import pytest
 from cocofl.cli import main
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
+from cocofl.runlog import only_writer
 from cocofl.trackers import tracker
 
 
@@ -144,6 +145,16 @@ def test_mistakes_exit_with_2_and_one_message(call: Call, words: list[str], mess
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
     assert not Path("runs").exists()  # the mended command finds its folder free
+
+
+def test_a_folder_that_another_process_writes_is_left_to_it(call: Call, tmp_path: Path) -> None:
+    with only_writer(Path("runs/tiny")):
+        for more in ([], ["--resume"]):
+            refused = call("run", "tiny.toml", *more)
+            assert refused.returncode == 2
+            assert "another process is writing the run in runs/tiny;" in refused.stderr
+            assert len(refused.stderr.splitlines()) == 1
+    assert list(Path("runs/tiny").iterdir()) == []
 
 
 OWN_STRATEGIES = """

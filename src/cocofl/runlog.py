@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -132,6 +133,43 @@ class RunFolder:
             if (self.path / name).exists():
                 return read_state(self.path / name)[1]
         raise RunFolderProblem(f"{self.path} holds no model yet: no round has been kept")
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Make a folder if need be, and keep other processes that ask for it from writing there.
+
+    The folder itself is locked, so nothing is left behind, and whoever is killed has let go of it.
+    Where folders cannot be locked (Windows, some network drives) nobody is kept from anything.
+    """
+    with _writing(path):
+        if not path.exists():
+            path.mkdir(parents=True, exist_ok=True)
+        held = _locked(path)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that locks a folder until it is closed."""
+    if sys.platform == "win32":
+        return None
+    import fcntl  # noqa: PLC0415 - it is not everywhere
+
+    held = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
+        raise RunFolderProblem(
+            f"another process is writing the run in {path}; let it end, or name another folder"
+        ) from error
+    except OSError:
+        pass
+    return held
 
 
 def write_state(path: Path, state: Mapping[str, Tensor], rounds_done: int) -> None:

@@ -48,7 +48,8 @@ def main(grid: Grid, context: Context) -> None:
     experiment, deployment = read_run_config(context.run_config)
     server = Server(grid, experiment, deployment)
     path = Path(deployment.folder)
-    serve(server, open_folder(path, experiment, resume=deployment.resume))
+    with open_folder(path, experiment, resume=deployment.resume) as folder:
+        serve(server, folder)
 
 
 def serve(server: Server, folder: RunFolder) -> State:
