@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cocofl.cli.outputs import check_writable
 from cocofl.cli.running import Changes, File, read_experiment
 from cocofl.errors import InvalidExperiment
 
@@ -37,6 +38,7 @@ def up(
     _needs_flower("cocofl.flower.settings").check_experiment(experiment)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidExperiment(f"{out} exists already; name another folder with --out")
+    check_writable(out / "run", "--out")
     print(f"starting a SuperLink and {supernodes} SuperNodes; their logs are in {out}/network")
     done = trial.try_out(
         experiment, out, supernodes=supernodes, secure=secure, on_round=_print_round
@@ -57,6 +59,7 @@ def app(
     experiment = read_experiment(file, changes)
     made, settings = map(_needs_flower, ("cocofl.flower.app", "cocofl.flower.settings"))
     settings.check_experiment(experiment)
+    check_writable(folder / "pyproject.toml", "folder")
     made.write_app(folder, made.run_config(experiment, settings.Deployment()))
     print(f"{folder}/pyproject.toml: put your own modules beside it, then: flwr run {folder}")
 
