@@ -72,5 +72,5 @@ def play(folder: Path, nodes: dict[int, Node], config: Mapping[str, Any]):
     experiment, deployment = read_run_config({**config, "flower.folder": str(folder)})
     grid = Direct(nodes)
     server = Server(grid, experiment, deployment)
-    run = open_folder(folder, experiment, resume=deployment.resume)
-    return serve(server, run), run.metrics(), grid
+    with open_folder(folder, experiment, resume=deployment.resume) as run:
+        return serve(server, run), run.metrics(), grid

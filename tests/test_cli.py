@@ -100,6 +100,7 @@ def test_ones_own_data_from_the_current_folder(run, folder):
         (["show", "digits", "--split", "natural"], "who owns each sample"),
         (["show", "digits", "--groups", "0"], "cannot form 0 groups"),
         (["show", "digits", "--out", "chart.jpgg"], "must end in .png or .svg or .pdf"),
+        (["show", "digits", "--out", "."], "cannot write .: Is a directory; choose another --out"),
         (["list", "--data-dir", "nowhere"], "no such folder"),
     ],
 )
@@ -136,8 +137,8 @@ def test_a_mistyped_command_or_option(run):
 
 
 def test_a_failure_that_is_nobodys_mistake_is_exit_code_1(run, folder):
-    (folder / "a file").touch()
-    result = run("data", "show", "digits", "--out", "a file/chart.png")
+    (folder / "chart.png").symlink_to("/dev/full")
+    result = run("data", "show", "digits", "--out", "chart.png")
     assert result.returncode == 1
     assert result.stderr.startswith("failed: ")
     assert "--debug" in result.stderr

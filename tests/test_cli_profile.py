@@ -127,7 +127,8 @@ def test_mistakes_are_one_line_and_exit_code_2(run, tmp_path, arguments, message
         (["--classes", "0"], "num_classes is 0"),
         (["--threads", "0"], "threads is 0; expected at least 1"),
         (["--fast"], "--fast measures and --analytic does not; give one of them"),
-        (["--out", "own.py/table.json"], "cannot write own.py/table.json"),
+        (["--out", "own.py/table.json"], "cannot write own.py/table.json: Not a directory;"),
+        (["--plot", "own.py/figure"], "cannot write own.py/figure.png: Not a directory; choose an"),
     ],
 )
 def test_what_cannot_be_profiled_is_said_at_once(

@@ -17,6 +17,7 @@ import pytest
 from cocofl.cli import main
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
+from cocofl.runlog import only_writer
 from cocofl.trackers import tracker
 
 
@@ -67,6 +68,12 @@ def test_run_then_resume_then_evaluate(call: Call, tmp_path: Path) -> None:
     assert summary["rounds"] == 2
     tested = call("evaluate", "runs/tiny", "--json")
     assert json.loads(tested.stdout)["accuracy"] == summary["accuracy"]
+    os.truncate("runs/tiny/model.safetensors", 5000)
+    damaged = call("run", "tiny.toml", "--set", "training.lr=0.05", "--resume")
+    assert damaged.returncode == 2
+    assert "cannot read runs/tiny/model.safetensors" in damaged.stderr
+    assert "remove that file, and --resume plays it again" in damaged.stderr
+    assert len(damaged.stderr.splitlines()) == 1
 
 
 def test_a_cohort_computes_where_it_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +132,15 @@ def test_compare_prints_one_table(call: Call, tmp_path: Path) -> None:
         (["flower", "app", "x", "--set", "strategy.name=fjord"], "'fjord' cannot be deployed"),
         (["flower", "up", "--out", "tiny.toml"], "tiny.toml exists already"),
         (["report", ".", "--out", "."], ". is a folder; expected the name of a page"),
+        (["report", ".", "--out", "tiny.toml/page"], "cannot write tiny.toml/page: Not a dir"),
+        (["report", ".", "--figures", "tiny.toml"], "Not a directory; choose another --figures"),
+        (["run", "--out", "tiny.toml/run"], "cannot write tiny.toml/run: Not a directory"),
+        (["compare", "--out", "tiny.toml/all"], "cannot write tiny.toml/all: Not a directory"),
+        (["reproduce", "profiling", "--out", "tiny.toml"], "Not a directory; choose another --out"),
+        (["reproduce", "table2", "--out", "tiny.toml"], "Not a directory; choose another --out"),
+        (["data", "show", "digits", "--out", "tiny.toml/a.png"], "choose another --out"),
+        (["flower", "app", "tiny.toml"], "Not a directory; choose another folder"),
+        (["flower", "up", "--out", "tiny.toml/x"], "Not a directory; choose another --out"),
         (["run", "tiny.toml", "--set", "training.optimizer=sdg"], "did you mean sgd"),
         (
             ["run", "tiny.toml", "--set", "training.optimizer=adam", "--set=training.momentum=0.5"],
@@ -138,6 +154,41 @@ def test_mistakes_exit_with_2_and_one_message(call: Call, words: list[str], mess
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
     assert not Path("runs").exists()  # the mended command finds its folder free
+
+
+def test_a_folder_that_another_process_writes_is_left_to_it(call: Call, tmp_path: Path) -> None:
+    with only_writer(Path("runs/tiny")):
+        for more in ([], ["--resume"]):
+            refused = call("run", "tiny.toml", *more)
+            assert refused.returncode == 2
+            assert "another process is writing the run in runs/tiny;" in refused.stderr
+            assert len(refused.stderr.splitlines()) == 1
+    assert list(Path("runs/tiny").iterdir()) == []
+
+
+OWN_STRATEGIES = """
+from cocofl.fl.merge import merge, merge_nested
+from cocofl.fl.strategies import Strategy
+
+def blocks(tables):
+    return Strategy(lambda situation: None, merge)
+
+def slices(tables):
+    return Strategy(lambda situation: None, merge_nested)
+"""
+
+
+def test_what_a_strategy_does_decides_whether_it_can_be_deployed(
+    call: Call, tmp_path: Path
+) -> None:
+    (tmp_path / "own_strategies.py").write_text(OWN_STRATEGIES)
+    refused = call("flower", "app", "x", "--set", "strategy.name=own_strategies:slices")
+    assert refused.returncode == 2
+    assert "'own_strategies:slices' cannot be deployed" in refused.stderr
+    assert not Path("x").exists()
+    for name in ("own_strategies:blocks", "only_on.the_server:strategy"):
+        made = call("flower", "app", name.partition(":")[0], "--set", f"strategy.name={name}")
+        assert made.returncode == 0, made.stderr
 
 
 @pytest.mark.slow

@@ -21,7 +21,13 @@ from cocofl import Span
 from cocofl.config import Experiment
 from cocofl.engine.executor import InProcess
 from cocofl.engine.workers import WorkerFailed, Workers
-from cocofl.errors import CocoflError, InvalidExperiment, NoFeasibleSpan, RunFolderProblem
+from cocofl.errors import (
+    CocoflError,
+    InvalidExperiment,
+    InvalidState,
+    NoFeasibleSpan,
+    RunFolderProblem,
+)
 from cocofl.experiment import Run, Setup, evaluate_run, simulate
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.profiling.analytic import analytic_table
@@ -326,6 +332,18 @@ def test_groups_are_weighed_by_their_classes(tmp_path: Path, executor: InProcess
         held = np.concatenate([labels[setup.partition[d]] for d in members])
         expected = np.mean([run.final["class_accuracy"][label] for label in held])
         assert run.final["group_accuracy"][group] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_final_model_that_is_cut_off_is_noticed(tmp_path: Path, executor: InProcess) -> None:
+    path = tmp_path / "run"
+    model = play(tiny(rounds=1), path, executor).path / "model.safetensors"
+    whole = model.read_bytes()
+    model.write_bytes(whole[:-1])
+    with pytest.raises(InvalidState, match=r"model.safetensors.*remove that file, and --resume"):
+        play(tiny(rounds=1), path, executor, resume=True)
+    model.unlink()
+    play(tiny(rounds=1), path, executor, resume=True)
+    assert model.read_bytes() == whole
 
 
 KILLED = """

@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from cocofl.config import Experiment
-from cocofl.errors import InvalidBudget, InvalidExperiment
+from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem
 from cocofl.flower.app import run_config, write_app
 from cocofl.flower.records import read_update, update_reply
 from cocofl.flower.server import Server
@@ -23,7 +23,7 @@ from cocofl.flower.settings import Deployment, node_budget, read_run_config
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.workspace import Settings
-from cocofl.runlog import same_state
+from cocofl.runlog import only_writer, same_state
 from tests import flower_grid
 from tests.flower_grid import Direct, Node, device
 
@@ -248,6 +248,11 @@ def test_a_killed_server_resumes_without_losing_a_round(tmp_path: Path) -> None:
     assert calls == 3, "the two finished rounds were not played again"
     assert resumed == rounds
     assert same_state(again, whole)
+
+
+def test_the_server_leaves_a_folder_to_who_writes_it(tmp_path: Path) -> None:
+    with only_writer(tmp_path / "run"), pytest.raises(RunFolderProblem, match="another process"):
+        play(tmp_path / "run", {}, flower__resume=True)
 
 
 def test_too_few_nodes_end_the_run_with_a_message(tmp_path: Path) -> None:

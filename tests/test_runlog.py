@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import errno
+import fcntl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from cocofl.errors import InvalidState, RunFolderProblem
-from cocofl.runlog import RunFolder, read_state, same_state, write_text
+from cocofl.runlog import RunFolder, only_writer, read_state, same_state, write_text
 
 
 def folder(tmp_path: Path, rounds: int) -> RunFolder:
@@ -59,6 +63,43 @@ def test_what_is_no_run_cannot_be_continued(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "notes"):
         with pytest.raises(RunFolderProblem, match="exists already; name another with --out"):
             RunFolder.create(path, "rounds = 3\n")
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from cocofl.runlog import only_writer
+with only_writer(Path(sys.argv[1])):
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_has_one_writer_until_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "one"
+    pipe, words = subprocess.PIPE, [sys.executable, "-c", WRITER, str(path)]
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        with (
+            pytest.raises(RunFolderProblem, match=f"another process is .* {path}; "),
+            only_writer(path),
+        ):
+            pytest.fail("two write at once")
+        process.kill()
+    with only_writer(path):
+        assert list(path.iterdir()) == []
+
+
+def test_where_folders_cannot_be_locked_runs_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(fcntl, "flock", cannot)
+    with only_writer(tmp_path), only_writer(tmp_path):
+        pass
 
 
 def test_a_disk_that_takes_no_more_says_so(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import inspect
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
@@ -49,7 +50,7 @@ from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.subject import Subject
 from cocofl.profiling.workspace import Settings
-from cocofl.runlog import RunFolder, read_state
+from cocofl.runlog import RunFolder, only_writer, read_state
 from cocofl.source import source_commit
 
 CENTRAL_SPEEDUP = 10
@@ -128,18 +129,18 @@ def simulate(
     job = setup.job()
     if executor is None and engine_kind(experiment) == "cohort":
         make_executor(experiment)  # also a GPU that is not there
-    folder = open_folder(path, experiment, resume=resume)
-    if folder.is_complete:
+    with open_folder(path, experiment, resume=resume) as folder:
+        if folder.is_complete:
+            return Run(folder)
+        own = executor or make_executor(experiment)
+        try:
+            folder.write_about(setup.about())
+            run(job, own, folder, machine_plan(), watchers)
+            remember_plan(KernelPlan.load(folder.path / "plan.json"))
+        finally:
+            if executor is None:
+                own.close()
         return Run(folder)
-    own = executor or make_executor(experiment)
-    try:
-        folder.write_about(setup.about())
-        run(job, own, folder, machine_plan(), watchers)
-        remember_plan(KernelPlan.load(folder.path / "plan.json"))
-    finally:
-        if executor is None:
-            own.close()
-    return Run(folder)
 
 
 def evaluate_run(
@@ -451,13 +452,22 @@ def model_with(run_: Run) -> nn.Module:
     return model.eval()
 
 
-def open_folder(path: Path, experiment: Experiment, *, resume: bool) -> RunFolder:
+@contextmanager
+def open_folder(path: Path, experiment: Experiment, *, resume: bool) -> Iterator[RunFolder]:
     """A new run folder, or with ``resume`` one that holds this very experiment.
 
-    It may have been begun on another machine, with another engine and data elsewhere.
+    It may have been begun on another machine, with another engine and data elsewhere. No other
+    process gets it meanwhile.
     """
-    if not resume or not path.exists():
-        return RunFolder.create(path, experiment.to_toml())
+    with only_writer(path):
+        is_new = path.is_dir() and not any(path.iterdir())
+        if resume and not is_new:
+            yield _begun_before(path, experiment)
+        else:
+            yield RunFolder.create(path, experiment.to_toml())
+
+
+def _begun_before(path: Path, experiment: Experiment) -> RunFolder:
     folder = RunFolder.open(path)
     begun = Experiment.load(path / "experiment.toml").without_places()
     wanted = experiment.without_places()
@@ -472,6 +482,8 @@ def open_folder(path: Path, experiment: Experiment, *, resume: bool) -> RunFolde
             f"{path} holds another experiment, which cannot be continued as this one: "
             f"{'; '.join(changed[:3])}. Name another folder with --out"
         )
+    if folder.is_complete:
+        folder.check_model()
     return folder
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -115,12 +116,60 @@ class RunFolder:
             write_state(self.path / MODEL, state, rounds_done)
             (self.path / CHECKPOINT).unlink(missing_ok=True)
 
+    def check_model(self) -> None:
+        """Complain about a final state that is cut off or none; its tensors are not read."""
+        path = self.path / MODEL
+        try:
+            with _opened(path):
+                pass
+        except InvalidState as error:
+            raise InvalidState(
+                f"{error}. The run was finished: remove that file, and --resume plays it again"
+            ) from error
+
     def model(self) -> State:
         """The final state, or the last checkpoint of a run that has not ended."""
         for name in (MODEL, CHECKPOINT):
             if (self.path / name).exists():
                 return read_state(self.path / name)[1]
         raise RunFolderProblem(f"{self.path} holds no model yet: no round has been kept")
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Make a folder if need be, and keep other processes that ask for it from writing there.
+
+    The folder itself is locked, so nothing is left behind, and whoever is killed has let go of it.
+    Where folders cannot be locked (Windows, some network drives) nobody is kept from anything.
+    """
+    with _writing(path):
+        if not path.exists():
+            path.mkdir(parents=True, exist_ok=True)
+        held = _locked(path)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that locks a folder until it is closed."""
+    if sys.platform == "win32":
+        return None
+    import fcntl  # noqa: PLC0415 - it is not everywhere
+
+    held = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
+        raise RunFolderProblem(
+            f"another process is writing the run in {path}; let it end, or name another folder"
+        ) from error
+    except OSError:
+        pass
+    return held
 
 
 def write_state(path: Path, state: Mapping[str, Tensor], rounds_done: int) -> None:
@@ -146,12 +195,19 @@ def state_from_bytes(content: bytes) -> State:
 
 def read_state(path: Path) -> tuple[int, State]:
     """Rounds done, and the state; nothing in the file is executed, and sizes are checked."""
+    with _opened(path) as file:
+        rounds = (file.metadata() or {}).get("rounds", "0")
+        return int(rounds), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file whose header is sound and whose size is what that says."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
     try:
         with safe_open(path, "pt") as file:
-            rounds = (file.metadata() or {}).get("rounds", "0")
-            return int(rounds), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            yield file
     except (OSError, SafetensorError, ValueError) as error:
         raise InvalidState(f"cannot read {path} as safetensors: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,13 @@ def _play_at_once(
     data = load_data(next(iter(experiments.values())))
     setups = [Setup(one, data) for one in experiments.values()]
     jobs = [setup.job() for setup in setups]
-    folders = [open_folder(path, one, resume=resume) for path, one in experiments.items()]
-    for folder, setup in zip(folders, setups, strict=True):
-        if not folder.is_complete:
-            folder.write_about(setup.about() | {"together": list(map(str, experiments))})
-    run_together(list(zip(jobs, folders, strict=True)), executor, machine_plan(), watchers)
+    with ExitStack() as until_the_end:
+        folders = [
+            until_the_end.enter_context(open_folder(path, one, resume=resume))
+            for path, one in experiments.items()
+        ]
+        for folder, setup in zip(folders, setups, strict=True):
+            if not folder.is_complete:
+                folder.write_about(setup.about() | {"together": list(map(str, experiments))})
+        run_together(list(zip(jobs, folders, strict=True)), executor, machine_plan(), watchers)
     return {folder.path: Run(folder) for folder in folders}

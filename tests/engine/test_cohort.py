@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from copy import deepcopy
 from functools import partial
@@ -28,7 +29,7 @@ from cocofl.fl.merge import merge, merge_nested
 from cocofl.fl.recipe import OPTIMIZERS
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.widths import OrderedWork, WidthWork
-from cocofl.freeze import KernelPlan
+from cocofl.freeze import VARIANTS, KernelPlan
 from cocofl.models import MODELS
 from cocofl.models.base import narrowed
 from cocofl.models.transformer import Encoder, EncoderLayer, Shape
@@ -296,6 +297,73 @@ def test_narrower_transformers_train_together(
     assert len({width for r in serial.rounds for _, _, width, _ in r["devices"]}) > 1
     assert [r["devices"] for r in serial.rounds] == [r["devices"] for r in cohort.rounds]
     assert distance(serial, cohort) < 1e-5
+
+
+class Vectors(nn.Module):
+    """Its norm finds one value per channel in a sample."""
+
+    def __init__(self, num_classes: int, width: float, norm: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, narrowed(8, width))
+        self.norm, self.last = norm, nn.Linear(narrowed(8, width), num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x.flatten(1)))
+        return self.last(F.relu(self.norm(x)))
+
+
+def vectors(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    norm = nn.BatchNorm1d(narrowed(8, width))
+    return Vectors(num_classes, width, norm), torch.rand(4, 1, 8, 8)
+
+
+def untracked(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    norm = nn.BatchNorm1d(narrowed(8, width), track_running_stats=False)
+    return Vectors(num_classes, width, norm), torch.rand(4, 1, 8, 8)
+
+
+def images(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    """Of an image its norms find several values per channel."""
+    channels = narrowed(4, width)
+    body = nn.Sequential(nn.Conv2d(1, channels, 3), nn.BatchNorm2d(channels), nn.ReLU())
+    last = nn.Linear(36 * channels, num_classes)
+    return nn.Sequential(body, nn.Flatten(), last), torch.rand(4, 1, 8, 8)
+
+
+def points(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    """Of an image that is down to one point, one value."""
+    channels = narrowed(4, width)
+    body = nn.Sequential(nn.Conv2d(1, channels, 8), nn.BatchNorm2d(channels), nn.ReLU())
+    return nn.Sequential(body, nn.Flatten(), nn.Linear(channels, num_classes)), torch.rand(
+        4, 1, 8, 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("network", "refusals"), [(vectors, 9), (untracked, 11), (images, 0), (points, 9)]
+)
+def test_a_mini_batch_of_one_sample_is_refused_where_the_serial_engine_does(
+    network: Any, refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "own", network)
+    job = Setup(Experiment.parse(TINY | {"model": {"name": "own"}})).job()
+    executor, shop = CohortExecutor("cpu", devices=2), Workshop(job.materials)
+    executor.prepare(job.materials, KernelPlan())
+    n = len(shop.chain())
+    spans = [SpanWork(Span(a, b), v) for a, b in ((0, n), (0, 1), (n - 1, n)) for v in VARIANTS]
+    refused = 0
+    for work in (*spans, WidthWork(0.5), OrderedWork((0.5, 1.0))):
+        tasks = [Task(0, 0, d, np.arange(16 + d), work, 0.1) for d in range(2)]
+        try:
+            shop.train(tasks[1], job.initial)
+        except InvalidSetting as error:
+            refused += 1
+            with pytest.raises(InvalidSetting, match=re.escape(str(error))):
+                list(executor.train(tasks, job.initial))
+        else:
+            assert all(sent.is_finite for sent in executor.train(tasks, job.initial))
+        assert len(list(executor.train(tasks[:1], job.initial))) == 1
+    assert refused == refusals
 
 
 def random_depth(num_classes: int) -> tuple[nn.Module, Tensor]:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cocofl import data
+from cocofl.cli.outputs import check_writable
 from cocofl.cli.printing import Json, print_json, print_table, right, starting
 
 data_app = typer.Typer(
@@ -80,13 +81,14 @@ def data_show(
     # Drawing takes longer to import than everything else here.
     from cocofl.report.bubbles import save_bubble_chart  # noqa: PLC0415
 
+    path = out or Path(f"{name.replace(':', '.')}-{split}.png")
+    check_writable(path, "--out")
     train = data.load(name, data_dir=data_dir, preset=preset).train
     group_of = data.partition.equal_groups(devices, groups, seed)
     rule = data.Rule(split, alpha, not unequal)
     partition = data.divide(train, devices, seed, rule, group_of)
     counts = data.partition.class_counts(partition, train.labels, train.facts.num_classes)
     group_names = _group_names(groups)
-    path = out or Path(f"{name.replace(':', '.')}-{split}.png")
     with_alpha = f", alpha {alpha:g}" if split in ("dirichlet", "rc", "rc-mixed") else ""
     title = f"{name}: {split}{with_alpha}, {devices} devices, seed {seed}"
     save_bubble_chart(path, counts, group_of, train.facts.class_names, group_names, title)

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cocofl.cli.outputs import check_writable
 from cocofl.cli.running import Changes, File, read_experiment
-from cocofl.config import Experiment
 from cocofl.errors import InvalidExperiment
 
 flower_app = typer.Typer(
@@ -33,10 +33,12 @@ def up(
 
     Example: cocofl flower up --supernodes 3 --set rounds=3
     """
-    experiment = _deployable(read_experiment(file, changes))
+    experiment = read_experiment(file, changes)
     trial = _needs_flower("cocofl.flower.trial")
+    _needs_flower("cocofl.flower.settings").check_experiment(experiment)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidExperiment(f"{out} exists already; name another folder with --out")
+    check_writable(out / "run", "--out")
     print(f"starting a SuperLink and {supernodes} SuperNodes; their logs are in {out}/network")
     done = trial.try_out(
         experiment, out, supernodes=supernodes, secure=secure, on_round=_print_round
@@ -54,21 +56,12 @@ def app(
 
     Example: cocofl flower app my-app experiment.toml
     """
-    experiment = _deployable(read_experiment(file, changes))
-    made = _needs_flower("cocofl.flower.app")
-    deployment = _needs_flower("cocofl.flower.settings").Deployment()
-    made.write_app(folder, made.run_config(experiment, deployment))
+    experiment = read_experiment(file, changes)
+    made, settings = map(_needs_flower, ("cocofl.flower.app", "cocofl.flower.settings"))
+    settings.check_experiment(experiment)
+    check_writable(folder / "pyproject.toml", "folder")
+    made.write_app(folder, made.run_config(experiment, settings.Deployment()))
     print(f"{folder}/pyproject.toml: put your own modules beside it, then: flwr run {folder}")
-
-
-def _deployable(experiment: Experiment) -> Experiment:
-    """The server would refuse these as well, but only when everything has been started."""
-    if experiment.strategy.name in ("heterofl", "fjord", "centralized"):
-        raise InvalidExperiment(
-            f"strategy {experiment.strategy.name!r} cannot be deployed: its devices do not send "
-            "spans of blocks; expected cocofl, fedavg or fedavg-full"
-        )
-    return experiment
 
 
 def _print_round(record: dict[str, Any]) -> None:

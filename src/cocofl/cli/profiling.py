@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from cocofl.budget import Budget, bytes_text
+from cocofl.cli.outputs import check_writable
 from cocofl.cli.printing import Json, print_json, print_table, right, starting
 from cocofl.errors import InvalidSetting, OtherHardware
 from cocofl.fl.select import feasible, maximal, nothing_fits
@@ -70,11 +70,12 @@ def profile(
     )
     kind = "width" if method == "width" else variant
     path = out or Path(f"{model.replace(':', '.')}-{kind}.json")
-    if path.exists():
-        if plot is None:
-            raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
-    else:
-        _check_writable(path)
+    if path.exists() and plot is None:
+        raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
+    if plot is not None:
+        check_writable(plot.with_name(f"{plot.stem}.png"), "--plot")
+    if not path.exists():
+        check_writable(path, "--out")
         if analytic:
             analytic_table(settings, device).save(path)
         else:
@@ -92,16 +93,6 @@ def profile(
         more = beside or [name for name in shipped() if f"-{model}/" in name]
         tables = [table, *(ProfileTable.load(name) for name in more if not _same(name, kind))]
         print("Figures: " + ", ".join(map(str, save_profile_figures(plot, tables))))
-
-
-def _check_writable(path: Path) -> None:
-    """Before minutes of measuring, not after them."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise InvalidSetting(f"cannot write {path}: {error}; choose another --out") from error
 
 
 def _same(name: str, kind: str) -> bool:

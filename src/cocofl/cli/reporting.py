@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from cocofl.cli.outputs import check_writable
 from cocofl.cli.printing import Json, print_json
 from cocofl.errors import CocoflError, InvalidSetting
 
@@ -30,6 +31,9 @@ def report(
     """
     if out is not None and out.is_dir():
         raise InvalidSetting(f"{out} is a folder; expected the name of a page, like page.html")
+    check_writable(out or runs[0] / "report.html", "--out")
+    if figures is not None:
+        check_writable(figures / "accuracy.png", "--figures")
     with drawing():
         # Drawing takes longer to import than everything else here, and is an extra.
         from cocofl.report.findings import summary  # noqa: PLC0415

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from cocofl.cli.outputs import check_writable
 from cocofl.cli.printing import print_table, right, stoppable
 from cocofl.cli.reporting import drawing
 from cocofl.cli.running import ProgressBar
@@ -236,6 +237,7 @@ def profiling(
         raise InvalidSetting(f"no table of {model} ships with the package; give one with --table")
     shown = profiles.savings(costs)
     _print(shown)
+    check_writable(out / "profiling.md", "--out")
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "profiling.md", shown.markdown())
     write_text(out / "profiling.csv", shown.csv())
@@ -255,6 +257,7 @@ def _carry_out(
         return []
     notes: list[str] = []
     if study.planned and not read:
+        check_writable(out / f"{study.name}.csv", "--out")
         first = study.planned[0].experiment
         with stoppable(out, "the same command"), ProgressBar(first) as bar:
             notes += play(study.planned, out, watchers=[bar], announce=bar.announce)
@@ -269,6 +272,7 @@ def _carry_out(
     if not shown:
         print(f"no complete run of these is in {out} yet; --list says how to make them")
         return []
+    check_writable(out / f"{study.name}.csv", "--out")
     results.write(out / f"{study.name}.csv", found)
     write_text(out / f"{study.name}.md", "\n".join(one.markdown() for one in shown))
     print(f"written: {out / study.name}.md and .csv")

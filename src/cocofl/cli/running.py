@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cocofl.budget import bytes_text
+from cocofl.cli.outputs import check_writable
 from cocofl.cli.printing import Json, print_json, print_table, right, stoppable
 from cocofl.cli.reporting import report_of
 from cocofl.comparison import Comparison, Row
@@ -76,6 +77,8 @@ def run(
     if engine is not None:
         experiment = experiment.changed({"engine.kind": engine})
     path = out or experiment.folder
+    if not path.exists():
+        check_writable(path, "--out")
     with stoppable(path, "the same command with --resume"), ProgressBar(experiment) as bar:
         watchers: list[Watcher] = [bar, *(tracker(name, experiment, path) for name in track or [])]
         play = _flower() if experiment.engine.kind == "flower" else simulate
@@ -113,6 +116,8 @@ def compare(
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
     experiment = read_experiment(file, changes, QUICK if file is None else {})
+    if not out.exists():
+        check_writable(out, "--out")
     with stoppable(out, "the same command with --resume"), ProgressBar(experiment) as bar:
         comparison = compare_strategies(
             experiment,

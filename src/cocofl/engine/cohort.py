@@ -23,7 +23,7 @@ from cocofl.engine.narrow import Narrowed, NarrowNetworks, WidthTrial
 from cocofl.engine.resident import ResidentSplit
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Materials, Task, Work, Workshop
+from cocofl.fl.local import Materials, Task, Work, Workshop, one_sample_refused
 from cocofl.fl.merge import Contribution, Places, State, merge, merge_nested
 from cocofl.fl.recipe import Loss, Recipe, cross_entropy
 from cocofl.fl.spans import SpanWork
@@ -210,7 +210,7 @@ class CohortExecutor:
         known = [
             frozenset(key for key in cohort.program.sites.keys if key in state) for state in states
         ]
-        indices, valid = self._mini_batches(some)
+        indices, valid = self._mini_batches(cohort, some, works)
         schedule, levels = narrow.schedule(tasks, len(indices)), None
         if schedule is not None:
             levels = schedule, narrow.statistics_of(states, rows)[[run for run, _ in some]]
@@ -235,11 +235,14 @@ class CohortExecutor:
                 yield _narrow_sent(narrow, own.clone() if keep else own, common)
 
     def _mini_batches(
-        self, some: Sequence[_Participant]
+        self, cohort: Cohort, some: Sequence[_Participant], works: Sequence[DeviceWork]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         # Dropout draws from PyTorch's global generator: the same for the same devices.
         torch.manual_seed(int(some[0].task.rng("dropout").integers(2**63)))
         batches = [self._workshop.batches(task) for _, task in some]
+        for (_, task), work, own in zip(some, works, batches, strict=True):
+            if any(len(batch) == 1 for batch in own) and cohort.needs_two_samples(work):
+                raise one_sample_refused(task.device)
         return _mini_batches(batches, self._workshop.recipe.batch)
 
     def merger(self, strategy_merge: Merge) -> Merge:

@@ -113,10 +113,7 @@ class Workshop:
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            raise InvalidSetting(
-                f"device {task.device} ended an epoch with a mini-batch of one sample, whose "
-                f'BatchNorm has no variance ({error}); set training.last_batch = "drop"'
-            ) from error
+            raise one_sample_refused(task.device) from error
 
     def batches(self, task: Task) -> list[Ints]:
         """The samples of a task's mini-batches, in order."""
@@ -184,6 +181,15 @@ class Workshop:
         learned = parameter_keys(self.model())
         sent = {key: t for key, t in net.update().tensors.items() if key not in learned}
         return Contribution(sent, len(task.indices))
+
+
+def one_sample_refused(device: int) -> InvalidSetting:
+    """What is wrong with the mini-batches of a device."""
+    return InvalidSetting(
+        f"device {device} has a mini-batch of one sample, which leaves a BatchNorm of this network "
+        'without a variance; set training.last_batch = "drop", or another training.batch, and give '
+        "every device two samples or more"
+    )
 
 
 def norms_of(net: nn.Module) -> list[_NormBase]:

@@ -25,10 +25,10 @@ from cocofl.engine.rounds import STATUSES, Job, evaluate
 from cocofl.errors import InvalidExperiment, RejectedUpdate
 from cocofl.experiment import Setup, open_folder
 from cocofl.fl.local import Workshop
-from cocofl.fl.merge import Contribution, State, merge
+from cocofl.fl.merge import Contribution, State
 from cocofl.flower.facts import shared_facts
 from cocofl.flower.records import Reply, ask, read_update, request, state_record
-from cocofl.flower.settings import Deployment, alike_devices, read_run_config
+from cocofl.flower.settings import Deployment, alike_devices, check_strategy, read_run_config
 from cocofl.flower.updates import Contract
 from cocofl.freeze import KernelPlan
 from cocofl.rng import stream
@@ -48,7 +48,8 @@ def main(grid: Grid, context: Context) -> None:
     experiment, deployment = read_run_config(context.run_config)
     server = Server(grid, experiment, deployment)
     path = Path(deployment.folder)
-    serve(server, open_folder(path, experiment, resume=deployment.resume))
+    with open_folder(path, experiment, resume=deployment.resume) as folder:
+        serve(server, folder)
 
 
 def serve(server: Server, folder: RunFolder) -> State:
@@ -84,12 +85,7 @@ class Server:
         # Who the devices are, and what they have, is not for the server to say.
         self.setup = Setup(alike_devices(experiment, 1).changed({"data.split": "iid"}))
         self.job = _without_groups(self.setup.job())
-        strategy = self.job.strategy
-        if strategy.merge is not merge or strategy.central:
-            raise InvalidExperiment(
-                f"strategy {experiment.strategy.name!r} cannot be deployed: its devices do not "
-                "send spans of blocks; expected cocofl, fedavg or fedavg-full"
-            )
+        check_strategy(experiment.strategy.name, self.job.strategy)
         self._contract = Contract(self.setup.chain, deployment.limits)
         self._workshop = Workshop(self.job.materials)
         self._evaluator = InProcess()

@@ -17,6 +17,9 @@ from typing import Any
 from cocofl.budget import Budget
 from cocofl.config import Experiment, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment
+from cocofl.experiment import Setup
+from cocofl.fl.merge import merge
+from cocofl.fl.strategies import Strategy
 from cocofl.flower.updates import Limits
 from cocofl.named import nearest
 
@@ -87,6 +90,31 @@ def read_run_config(config: Mapping[str, Any]) -> tuple[Experiment, Deployment]:
 def _value(item: Any) -> Any:
     """Texts that are TOML lists or tables become that; other texts stay texts."""
     return parse_value(item) if isinstance(item, str) and item[:1] in ("[", "{") else item
+
+
+def check_experiment(experiment: Experiment) -> None:
+    """Complain now about a strategy that the server would refuse, after all has been started.
+
+    It is asked with the quick start's network and data, which are everywhere: the experiment's own
+    may be on the server only, and so may a strategy of one's own.
+    """
+    name, options = experiment.strategy.name, experiment.strategy.options
+    try:
+        strategy = Setup(Experiment().with_strategy(name, **options)).strategy
+    except Exception:
+        if ":" in name:
+            return
+        raise
+    check_strategy(name, strategy)
+
+
+def check_strategy(name: str, strategy: Strategy) -> None:
+    """Complain about one whose devices do not send whole blocks: no contract is about that."""
+    if strategy.merge is not merge or strategy.central:
+        raise InvalidExperiment(
+            f"strategy {name!r} cannot be deployed: its devices do not send spans of blocks; "
+            "expected cocofl, fedavg, fedavg-full, or one of your own with their merge"
+        )
 
 
 def alike_devices(experiment: Experiment, count: int) -> Experiment:

@@ -240,6 +240,13 @@ class Cohort:
                 sent[key] = self._constants[key].clone()
         return sent | self._scales_of(rows.scales[0])
 
+    def needs_two_samples(self, work: DeviceWork) -> bool:
+        """Whether a mini-batch of one sample would leave a norm without a variance."""
+        return any(
+            work.variant == "f" or one.block in work.span or (one.norm and one.norm.mean is None)
+            for one in self.program.lone_norms
+        )
+
     # A round
 
     def train(

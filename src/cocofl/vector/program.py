@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,6 +60,8 @@ class Program:
         self.instructions = _Builder(chain, lowered, self.slots, on).build(self.sites)
         nodes = [i.call for i in self.instructions if isinstance(i, Node)]
         self.layers = [i for one in self.instructions for i in _layers(one)]
+        self.lone_norms = _lone_norms(self.layers, chain)
+        """BatchNorms that find one value per channel in a sample: of one sample no variance."""
         self._counted = [name for made in self.instructions for name in made.counted]
         self.channels = self.channels_in(chain)
         """Of the values whose number of channels matters, how many they have."""
@@ -71,8 +75,7 @@ class Program:
 
     def channels_in(self, narrow: BlockChain) -> dict[str, int]:
         """The same for a narrower network, whose values have the same names."""
-        lowered = lower(narrow, keep_dropout=True)
-        shapes = {name: shape for low in lowered for name, shape in low.shapes.items()}
+        shapes = _shapes(narrow)
         return {name: shapes[name][-1] for name in self._counted if name in shapes}
 
     def __call__(self, inputs: tuple[Any, ...], run: Run) -> Any:
@@ -87,11 +90,22 @@ class Program:
 
 def score_count(chain: BlockChain) -> int | None:
     """How many scores a network gives, where it returns nothing but a tensor of them."""
-    lowered = lower(chain, keep_dropout=True)
-    shapes = {name: shape for low in lowered for name, shape in low.shapes.items()}
-    returned = lowered[-1].outputs
-    shape = shapes.get(returned, ()) if isinstance(returned, ValueName) else ()
+    returned = lower(chain, keep_dropout=True)[-1].outputs
+    shape = _shapes(chain).get(returned, ()) if isinstance(returned, ValueName) else ()
     return shape[-1] if len(shape) > 1 else None
+
+
+def _shapes(chain: BlockChain) -> dict[str, tuple[int, ...]]:
+    """Of all values, on the example."""
+    lowered = lower(chain, keep_dropout=True)
+    return {name: shape for low in lowered for name, shape in low.shapes.items()}
+
+
+def _lone_norms(layers: Sequence[Layer | Normalise], chain: BlockChain) -> list[Layer | Normalise]:
+    assert chain.example is not None
+    shapes, samples = _shapes(chain), len(chain.example[0])
+    normed = [layer for layer in layers if layer.norm is not None]
+    return [i for i in normed if math.prod(shapes[i.name]) == samples * shapes[i.name][1]]
 
 
 def _layers(one: Instruction) -> tuple[Layer | Normalise, ...]:
