@@ -25,7 +25,7 @@ from cocofl.experiment import (
 )
 
 DEVICES_AT_ONCE = 40
-"""More gain little on an H200, and the more runs wait for each other, the later the first ends."""
+"""More gain little (docs/cohort.md), and the more runs share a GPU, the later the first ends."""
 
 _COMMON = ("model.", "training.", "engine.", "data.name", "data.dir", "data.preset")
 # The learning rate is a device's own.

@@ -17,7 +17,7 @@ from cocofl.numerics import snap, stacked_grid
 from cocofl.vector import Adam, Cohort, DeviceWork, Sgd
 from cocofl.vector.fused import attention_for, chains_for, linear_for
 from cocofl.vector.kernels import Activation, Dropping
-from cocofl.vector.levels import factor_row
+from cocofl.vector.levels import WHOLE, factor_row
 from cocofl.vector.memory import SmallerCohort, devices_that_fit
 from cocofl.vector.precision import Precision
 
@@ -77,20 +77,24 @@ def test_spans(name: str, variant: str, tolerance: float) -> None:
         assert relative(made[0].statistics, made[1].statistics) < tolerance
 
 
+def add_widths(cohort: Cohort, name: str) -> None:
+    full, program = MODELS[name](10, tiny=True), cohort.program
+    for width in WIDTHS:
+        narrow = MODELS[name](10, tiny=True, width=width)
+        factors = factor_row(program.slots.parameters, places(full, narrow))
+        chain = split(narrow, narrow.example_input(BATCH))
+        cohort.add_level(factors, program.channels_in(chain))
+
+
 @pytest.mark.parametrize("kind", ["heterofl", "masked", "fjord", "distillation"])
 @pytest.mark.parametrize("name", ["mobilenet", "mobilenet-groupnorm", "densenet40", "transformer"])
 def test_widths(name: str, kind: str) -> None:
     ordered, share = kind in ("fjord", "distillation"), 0.3 * (kind == "distillation")
     made, state = cohorts(name)
-    full = MODELS[name](10, tiny=True)
     indices, valid = mini_batches(3)
     schedule = np.random.default_rng(0).integers(0, [1, 2, 3], (STEPS, 3))
     for cohort in made:
-        for width in WIDTHS:
-            narrow, program = MODELS[name](10, tiny=True, width=width), cohort.program
-            factors = factor_row(program.slots.parameters, places(full, narrow))
-            chain = split(narrow, narrow.example_input(BATCH))
-            cohort.add_level(factors, program.channels_in(chain))
+        add_widths(cohort, name)
         works = [
             DeviceWork(cohort.everything, "f", 0.05, level=level, distillation=share)
             for level in range(3)
@@ -111,6 +115,34 @@ def test_widths(name: str, kind: str) -> None:
     assert made[1].levels is not None
     if ordered and made[0].statistics.numel():
         assert relative(made[0].levels.statistics, made[1].levels.statistics) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["mobilenet", "densenet40", "transformer"])
+def test_spans_beside_widths(name: str) -> None:
+    """CoCoFL, HeteroFL and FjORD with a teacher, in one computation."""
+    made, state = cohorts(name)
+    indices, valid = mini_batches(5)
+    schedule = np.full((STEPS, 5), WHOLE)
+    schedule[:, 0] = 0
+    schedule[:, 1] = [2, 0, 1]
+    for cohort in made:
+        add_widths(cohort, name)
+        n, everything = cohort.program.n_blocks, cohort.everything
+        works = [
+            DeviceWork(everything, "f", 0.05, level=0),
+            DeviceWork(everything, "f", 0.05, level=2, distillation=0.3),
+            DeviceWork(Span(n // 2, n // 2 + 1), "qff", 0.05),
+            DeviceWork(Span(0, n - 1), "ff", 0.05),
+            DeviceWork(Span(n - 1, n), "qff", 0.05),
+        ]
+        levels = schedule, torch.ones_like(cohort.statistics[:5])[:, None].repeat(1, 3, 1)
+        for _ in range(2):  # the second from a captured graph
+            rows = cohort.rows_of([state])
+            cohort.train(rows, [frozenset()], works, indices, valid, levels)
+    assert relative(made[0].parameters, made[1].parameters) < 1e-2
+    assert relative(made[0].losses[:5], made[1].losses[:5]) < 1e-2
+    if made[0].statistics.numel():
+        assert relative(made[0].statistics, made[1].statistics) < 1e-2
 
 
 def test_adam_in_a_captured_graph() -> None:
