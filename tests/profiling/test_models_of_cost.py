@@ -197,6 +197,17 @@ def test_a_fast_width_table(own: str) -> None:
     assert (np.diff(table.upload) >= 0).all()
     assert table.upload[0] < 0.3
     assert table.error["measured_configurations"] == 23  # every third, and all levels
+    assert table.source == "fast"
+
+
+@pytest.mark.slow
+def test_a_table_of_every_width(own: str) -> None:
+    settings = Settings(own, method="width", batch=4, threads=1)
+    *_, table = fast_table(settings, every_width=True)
+    assert isinstance(table, ProfileTable)
+    assert table.source == "measured"
+    assert table.memory_kind == "tensor"
+    assert dict(table.error) == {"measured_configurations": len(WIDTHS)}
 
 
 @pytest.mark.parametrize("variant", ["f", "ff", "qff"])

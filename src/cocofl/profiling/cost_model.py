@@ -87,15 +87,20 @@ class CostModel:
         return Cost(step_s, None, self.memory.peak_bytes(trained), upload)
 
 
-def fast_table(settings: Settings) -> Iterator[Progress | ProfileTable]:
-    """Measure what the model needs, showing progress; the table comes last."""
+def fast_table(
+    settings: Settings, *, every_width: bool = False
+) -> Iterator[Progress | ProfileTable]:
+    """Measure what the model needs, showing progress; the table comes last.
+
+    With ``every_width`` nothing of a table of widths is interpolated.
+    """
     # Dozens of networks take turns here, more than oneDNN's cache of compiled primitives holds by
     # default. It is read when oneDNN computes for the first time in the process.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     keep_freed_memory()
     torch.set_num_threads(settings.threads)
     if settings.method == "width":
-        yield from _fast_widths(settings)
+        yield from _fast_widths(settings, len(WIDTHS) if every_width else MEASURED_WIDTHS)
         return
     chain, inputs = settings.subject.chain()
     n = len(chain)
@@ -148,14 +153,14 @@ def fast_table(settings: Settings) -> Iterator[Progress | ProfileTable]:
     )
 
 
-def _fast_widths(settings: Settings) -> Iterator[Progress | ProfileTable]:
-    """A few widths measured, the times and peaks of the others interpolated.
+def _fast_widths(settings: Settings, number: int) -> Iterator[Progress | ProfileTable]:
+    """So many widths measured and a few more, the times and peaks of the others interpolated.
 
     Those that the baselines use are measured: time does not grow steadily with width, for some
     numbers of channels suit the kernels better than their neighbours.
     """
-    picked = np.linspace(0, len(WIDTHS) - 1, MEASURED_WIDTHS).round().astype(int)
-    checks = sorted({int(i) for i in (picked[:-1] + picked[1:]) // 2})
+    picked = np.linspace(0, len(WIDTHS) - 1, number).round().astype(int)
+    checks = sorted({int(i) for i in (picked[:-1] + picked[1:]) // 2} - set(picked.tolist()))
     measured = sorted({*LEVELS, *(WIDTHS[i] for i in [*picked.tolist(), *checks])})
     peaks: dict[float, int] = {}
     steps: dict[Configuration, Callable[[], None]] = {}
@@ -171,7 +176,8 @@ def _fast_widths(settings: Settings) -> Iterator[Progress | ProfileTable]:
             peaks[width] = peak_tensor_bytes(build, inputs)
             steps[width] = training_step(net, inputs)
     seconds: dict[Configuration, float] = {}
-    for item in interleaved(measured, lambda key: steps[key], [1.0]):
+    links: list[Configuration] = [measured[0], measured[len(measured) // 2], measured[-1]]
+    for item in interleaved(measured, lambda key: steps[key], links):
         if isinstance(item, Progress):
             yield item
         else:
@@ -193,7 +199,7 @@ def _fast_widths(settings: Settings) -> Iterator[Progress | ProfileTable]:
         method="width",
         variant="",
         backend="",
-        source="fast",
+        source="fast" if len(measured) < len(WIDTHS) else "measured",
         batch=settings.batch,
         hardware=Hardware.here(settings.threads),
         error=error,
