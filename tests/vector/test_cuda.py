@@ -27,10 +27,12 @@ BATCH, SAMPLES, STEPS = 8, 40, 3
 WIDTHS = (0.25, 0.5, 1.0)
 
 
-def cohorts(name: str, dropout: float = 0.0, **more: Any) -> tuple[list[Cohort], dict[str, Tensor]]:
+def cohorts(
+    name: str, dropout: float = 0.0, *, tiny: bool = True, **more: Any
+) -> tuple[list[Cohort], dict[str, Tensor]]:
     """The same cohort on the CPU and on the GPU, and the state they begin with."""
     torch.manual_seed(0)
-    model = MODELS[name](10, tiny=True)
+    model = MODELS[name](10, tiny=tiny)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = dropout
@@ -75,6 +77,27 @@ def test_spans(name: str, variant: str, tolerance: float) -> None:
     assert relative(made[0].parameters, made[1].parameters) < tolerance
     if made[0].statistics.numel():
         assert relative(made[0].statistics, made[1].statistics) < tolerance
+
+
+@pytest.mark.parametrize("name", ["mobilenet", "resnet18", "densenet40"])
+def test_a_step_of_networks_in_full_size(name: str) -> None:
+    made, state = cohorts(name, tiny=False)
+    n = made[0].program.n_blocks
+    indices, valid = (part[:1] for part in mini_batches(4))
+    works = [
+        DeviceWork(Span(0, n), "f", 0.05),
+        DeviceWork(Span(0, n // 2), "ff", 0.05),
+        DeviceWork(Span(n - 2, n), "qff", 0.05),
+        DeviceWork(Span(n // 3, n // 2), "qff", 0.05),
+    ]
+    moved = []
+    for cohort in made:
+        rows = cohort.rows_of([state])
+        cohort.train(rows, [frozenset()], works, indices, valid)
+        moved.append((cohort.parameters[:4] - rows.parameters).cpu())
+    assert relative(made[0].losses[:4], made[1].losses[:4]) < 1e-3
+    for ours, theirs in zip(*moved, strict=True):
+        assert relative(ours, theirs) < 1e-2
 
 
 def add_widths(cohort: Cohort, name: str) -> None:
