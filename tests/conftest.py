@@ -1,3 +1,5 @@
+import signal
+
 import torch
 from hypothesis import settings
 
@@ -7,3 +9,7 @@ settings.load_profile("cocofl")
 
 # Tiny networks gain nothing from threads, and the tests run in several processes.
 torch.set_num_threads(1)
+
+# What was started in the background may have been told to ignore Ctrl-C, and so would the commands
+# that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
