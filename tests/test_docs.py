@@ -1,6 +1,6 @@
 """What the documentation says works: its Python runs, and so do its commands.
 
-A block of ``sh long`` takes longer than 20 s; the comment above it, ``<!-- shorter: … -->``, says
+A command that takes longer than 20 s has a comment above it, ``<!-- shorter: … -->``, that says
 what `make test-docs` runs in its place.
 """
 
@@ -10,19 +10,24 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LENGTHY = {"bring-your-own-model.md", "profiling.md", "reports.md", "simulation.md", "technique.md"}
+LENGTHY = {
+    "bring-your-own-model.md",
+    "index.md",
+    "profiling.md",
+    "reports.md",
+    "simulation.md",
+    "technique.md",
+}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LONG = re.compile(
-    r"^(?:<!-- shorter:\n?(.*?)-->\n)?```sh long\n(.*?)^```$", re.MULTILINE | re.DOTALL
-)
+LONG = re.compile(r"^<!-- shorter:\n?(.*?)-->\n\n```sh\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +60,18 @@ def run(tmp_path: Path, cache: Path) -> Callable[[str, str], None]:
     return call
 
 
-def with_blocks(pattern: re.Pattern[str]) -> list[Path]:
-    return [page for page in PAGES if pattern.search(page.read_text())]
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and code of what runs as it stands."""
+    found: list[tuple[str, str]] = BLOCK.findall(LONG.sub("", page.read_text()))
+    return found
 
 
-def by_time(pages: list[Path]) -> list[Any]:
+def shorter_commands(page: Path) -> list[str]:
+    found: list[str] = LONG.findall(page.read_text())
+    return found
+
+
+def by_time(pages: Iterable[Path]) -> list[Any]:
     """Pages that take some 20 s each, and whose commands other tests run as well, are slow ones."""
     return [
         pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in LENGTHY else [])
@@ -67,20 +79,19 @@ def by_time(pages: list[Path]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("page", by_time(with_blocks(BLOCK)))
+@pytest.mark.parametrize("page", by_time(filter(blocks, PAGES)))
 def test_the_snippets_of_a_page_run_in_order(page: Path, run: Callable[[str, str], None]) -> None:
-    for language, code in BLOCK.findall(page.read_text()):
+    for language, code in blocks(page):
         run(language, code)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", with_blocks(LONG), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*filter(shorter_commands, PAGES)], ids=lambda page: page.name)
 def test_long_commands_run_at_reduced_size(page: Path, run: Callable[[str, str], None]) -> None:
     # Files that the page makes are there for its long commands, too.
     for code in re.findall(r"^```python\n(# \S+\.py\n.*?)^```$", page.read_text(), re.M | re.S):
         run("python", code)
-    for shorter, _ in LONG.findall(page.read_text()):
-        assert shorter, "every long command has a shorter form in a comment above it"
+    for shorter in shorter_commands(page):
         run("sh", shorter)
 
 
@@ -109,6 +120,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    for page in (ROOT / "docs").glob("*.md"):
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        built = tmp_path / "site" / ("" if page.stem == "index" else page.stem) / "index.html"
+        for heading, mark in (("h2", "## "), ("h3", "### ")):
+            shown = len(re.findall(rf"<{heading} id=", built.read_text()))
+            written = sum(line.startswith(mark) for line in prose.splitlines())
+            assert shown >= written, f"{page.name} is not shown whole"
     reference = (tmp_path / "site" / "api" / "index.html").read_text()
     assert 'id="cocofl.experiment.simulate"' in reference
     assert 'class="gp">&gt;&gt;&gt; ' in reference, "doctests are not shown as code"
