@@ -59,13 +59,14 @@ def simulate_together(
     try:
         for some in groups(experiments) if isinstance(own, CohortExecutor) else _each(experiments):
             announce(list(some), rounds_of(next(iter(some.values()))))
-            if isinstance(own, CohortExecutor) and len(some) > 1:
+            if len(some) > 1:
+                assert isinstance(own, CohortExecutor)
                 found |= _play_at_once(some, own, watchers, resume=resume)
             else:
-                for path, one in some.items():
-                    found[path] = simulate(
-                        one, out=path, resume=resume, executor=own, watchers=watchers
-                    )
+                ((path, one),) = some.items()
+                found[path] = simulate(
+                    one, out=path, resume=resume, executor=own, watchers=watchers
+                )
     finally:
         if executor is None:
             own.close()
