@@ -33,7 +33,7 @@ from cocofl.freeze import VARIANTS, KernelPlan
 from cocofl.models import MODELS
 from cocofl.models.base import narrowed
 from cocofl.models.transformer import Encoder, EncoderLayer, Shape
-from cocofl.runlog import Record
+from cocofl.runlog import Record, RunFolder
 from cocofl.together import groups, simulate_together
 from cocofl.vector import Cohort, DeviceWork, Sgd
 
@@ -504,6 +504,15 @@ def test_seeds_that_run_together_are_resumed_together(tmp_path: Path) -> None:
     found = simulate_together(several, resume=True, executor=CohortExecutor("cpu"))
     for one, other in zip(expected, found, strict=True):
         assert distance(one, other) == 0
+
+
+def test_a_run_with_fewer_rounds_is_complete_before_the_others(tmp_path: Path) -> None:
+    base = Experiment.parse(TINY)
+    long, short = tmp_path / "long", tmp_path / "short"
+    several = {long: base.changed({"rounds": 3}), short: base.changed({"rounds": 1, "seed": 1})}
+    with pytest.raises(KeyboardInterrupt):
+        simulate_together(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
+    assert [RunFolder(path).is_complete for path in several] == [False, True]
 
 
 MIXED = {

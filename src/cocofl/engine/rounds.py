@@ -133,8 +133,8 @@ def run_together(
         for game, p, sent in zip(under_way, planned, answers, strict=True):
             outcome = _finish(game.job, executor, game.workshop, game.state, p, sent)
             game.settle(outcome, watching[id(game)])
-    for game in games:
-        game.end(watching[id(game)])
+            if game.is_over:  # at once: a run that has fewer rounds left need not wait for others
+                game.end(watching[id(game)])
 
 
 class _Game:
