@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,43 @@ def test_a_log_that_lacks_rounds_of_the_checkpoint_is_refused(tmp_path: Path) ->
     run.save_checkpoint(2, {"w": torch.zeros(1)})
     with pytest.raises(RunFolderProblem, match="checkpoint beside it is of round 2"):
         run.rewind()
+
+
+def about(machine: str, commit: str = "abc") -> dict[str, str]:
+    return {"hardware": machine, "commit": commit, "command": "cocofl run"}
+
+
+def test_a_run_that_goes_on_elsewhere_tells_of_both_places(tmp_path: Path) -> None:
+    run = folder(tmp_path, 3)
+    run.write_about(about("a GPU"))
+    assert run.origin("hardware") == "a GPU"
+    for rounds, machine in ((1, "a Pi"), (1, "a phone"), (2, "a phone"), (3, "a phone")):
+        run.save_checkpoint(rounds, {"w": torch.zeros(1)})
+        run.write_about(about(machine))
+    assert run.origin("hardware") == "a GPU to round 1, then a phone"  # the Pi finished no round
+    assert run.origin("commit") == "abc"
+    run.write_about(about("a phone", "def"))
+    assert run.origin("hardware") == "a GPU to round 1, then a phone"
+    assert run.origin("commit") == "abc to round 3, then def"
+    assert run.origin("python") == ""
+
+
+def test_what_was_lost_is_not_told_of(tmp_path: Path) -> None:
+    run = folder(tmp_path, 1)
+    run.write_about(about("a GPU"))
+    run.write_about(about("a Pi"))  # without a checkpoint
+    assert run.origin("hardware") == "a Pi"
+
+
+@pytest.mark.parametrize("before", ["nothing", {"rounds": 1}, [1], [{"rounds": "1"}], [{}]])
+def test_parts_that_cannot_be_are_refused(before: object, tmp_path: Path) -> None:
+    run = folder(tmp_path, 1)
+    run.save_checkpoint(1, {"w": torch.zeros(1)})
+    write_text(run.path / "about.json", json.dumps({"before": before}))
+    with pytest.raises(RunFolderProblem, match=r"about\.json is damaged"):
+        run.origin("commit")
+    with pytest.raises(RunFolderProblem, match=r"about\.json is damaged"):
+        run.write_about(about("a Pi"))
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

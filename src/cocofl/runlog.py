@@ -6,7 +6,8 @@ metrics.jsonl          one line per round; the same bytes whenever the same expe
 timing.jsonl           one line per round: wall-clock seconds of its parts
 checkpoint.safetensors the server's state after some round, replaced as a whole
 plan.json              which int8 kernel every worker uses
-about.json             machine, versions, command, and which profile tables served
+about.json             machine, versions, command, which profile tables served; all that before,
+                       too, of a run that went on elsewhere
 model.safetensors      the final state; its being there says that the run is complete
 ====================== ===========================================================================
 """
@@ -34,6 +35,8 @@ Record = dict[str, Any]
 EXPERIMENT, ABOUT, PLAN = "experiment.toml", "about.json", "plan.json"
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 CHECKPOINT, MODEL = "checkpoint.safetensors", "model.safetensors"
+
+_ORIGIN = ("cocofl", "commit", "torch", "python", "hardware", "engine", "tables")
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,39 @@ class RunFolder:
         return _read_json(self.path / ABOUT)
 
     def write_about(self, about: Mapping[str, Any]) -> None:
-        """Keep what is known of this run besides its numbers."""
+        """Keep what is known of this run besides its numbers.
+
+        Of a run that goes on elsewhere, or with another version, ``before`` says how it was until
+        then.
+        """
+        before = self._before(about)
+        content = {**about, "before": before} if before else about
         with _writing(self.path):
-            write_text(self.path / ABOUT, json.dumps(about, indent=1) + "\n")
+            write_text(self.path / ABOUT, json.dumps(content, indent=1) + "\n")
+
+    def origin(self, key: str) -> str:
+        """What ``about`` says under a key; part by part where a run went on elsewhere."""
+        about = self.about
+        parts: list[tuple[Any, int | None]] = []
+        for part in [*_parts(about, self.path / ABOUT), about]:
+            value, until = part.get(key, ""), part.get("rounds")
+            if parts and parts[-1][0] == value:
+                parts.pop()
+            parts.append((value, until))
+        *first, (last, _) = parts
+        return ", then ".join([*(f"{value} to round {n}" for value, n in first), str(last)])
+
+    def _before(self, about: Mapping[str, Any]) -> list[Record]:
+        """Where the rounds that are kept come from, as far as ``about`` does not say it."""
+        if not (self.path / ABOUT).exists() or not (self.path / CHECKPOINT).exists():
+            return []
+        last, rounds = self.about, _rounds_done(self.path / CHECKPOINT)
+        before = _parts(last, self.path / ABOUT)
+        origin = {key: last[key] for key in _ORIGIN if key in last}
+        nothing_since = bool(before) and before[-1]["rounds"] >= rounds
+        if nothing_since or all(about.get(key) == value for key, value in origin.items()):
+            return before
+        return [*before, {"rounds": rounds, **origin}]
 
     def append(self, metrics: Record, timing: Record) -> None:
         """Add a round's lines."""
@@ -196,8 +229,16 @@ def state_from_bytes(content: bytes) -> State:
 def read_state(path: Path) -> tuple[int, State]:
     """Rounds done, and the state; nothing in the file is executed, and sizes are checked."""
     with _opened(path) as file:
-        rounds = (file.metadata() or {}).get("rounds", "0")
-        return int(rounds), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        return _rounds_in(file), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def _rounds_done(path: Path) -> int:
+    with _opened(path) as file:
+        return _rounds_in(file)
+
+
+def _rounds_in(file: Any) -> int:
+    return int((file.metadata() or {}).get("rounds", "0"))
 
 
 @contextmanager
@@ -262,6 +303,16 @@ def _read_json(path: Path) -> Record:
     except (OSError, ValueError) as error:
         raise RunFolderProblem(f"cannot read {path}: {error}") from error
     return content
+
+
+def _parts(about: Record, path: Path) -> list[Record]:
+    """The parts of a run that were played elsewhere, as a file says that anybody may have made."""
+    found = about.get("before", [])
+    if not isinstance(found, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("rounds"), int) for part in found
+    ):
+        raise RunFolderProblem(f"{path} is damaged: 'before' is no list of parts with their rounds")
+    return found
 
 
 def _cut_lines(path: Path, count: int) -> None:

@@ -292,9 +292,8 @@ def _tables(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
 
 
 def _made_with(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    abouts = [run.folder.about for run in runs]
     return [
-        (key, ", ".join(dict.fromkeys(str(about[key]) for about in abouts if key in about)))
+        (key, "; ".join(filter(None, dict.fromkeys(run.folder.origin(key) for run in runs))))
         for key in ("cocofl", "torch", "python", "hardware")
     ]
 

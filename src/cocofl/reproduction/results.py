@@ -134,7 +134,7 @@ def _parse(line: Mapping[str, str]) -> Result:
 
 
 def _results_of(run: Run, name: Name, expected: Experiment) -> list[Result]:
-    about, experiment = run.folder.about, run.experiment
+    experiment, served = run.experiment, run.folder.about.get("tables", {})
     seconds = sum(line["train_s"] + line["evaluate_s"] for line in run.folder.timing())
     return [
         Result(
@@ -145,15 +145,15 @@ def _results_of(run: Run, name: Name, expected: Experiment) -> list[Result]:
             statistics=statistics,
             accuracy=final["accuracy"],
             f1=final["f1"],
-            table=_table(experiment, about.get("tables", {})),
+            table=_table(experiment, served),
             changes=_changes(name, experiment, expected),
             minutes=round(seconds / 60, 1),
-            engine=about.get("engine", ""),
-            hardware=about.get("hardware", ""),
-            cocofl=about.get("cocofl", ""),
-            torch=about.get("torch", ""),
-            python=about.get("python", ""),
-            commit=about.get("commit", ""),
+            engine=run.folder.origin("engine"),
+            hardware=run.folder.origin("hardware"),
+            cocofl=run.folder.origin("cocofl"),
+            torch=run.folder.origin("torch"),
+            python=run.folder.origin("python"),
+            commit=run.folder.origin("commit"),
             groups=final["group_accuracy"],
         )
         for statistics, final in (run.final_by_statistics | _late(run)).items()
