@@ -28,7 +28,7 @@ WIDTHS = (0.25, 0.5, 1.0)
 
 
 def cohorts(
-    name: str, dropout: float = 0.0, *, tiny: bool = True, **more: Any
+    name: str, dropout: float = 0.0, *, tiny: bool = True, nudge: float = 0.0, **more: Any
 ) -> tuple[list[Cohort], dict[str, Tensor]]:
     """The same cohort on the CPU and on the GPU, and the state they begin with."""
     torch.manual_seed(0)
@@ -38,6 +38,8 @@ def cohorts(
             module.p = dropout
     x, y = model.example_input(SAMPLES), torch.randint(0, 10, (SAMPLES,))
     chain = split(model, x[:BATCH])
+    if nudge:
+        x = x * (1 + nudge)
     options = {"optimizer": Sgd(weight_decay=0.01), "precision": "fp32"} | more
     made = []
     for on in ("cpu", "cuda"):
@@ -81,6 +83,12 @@ def test_spans(name: str, variant: str, tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", ["mobilenet", "resnet18", "densenet40"])
 def test_a_step_of_networks_in_full_size(name: str) -> None:
+    """The GPU differs from the CPU as the CPU does from itself with inputs moved by a millionth.
+
+    That is much where blocks are int8 (16 % of a ResNet18's update): one code that is rounded the
+    other way turns more of them in every layer that follows. So this says nothing about single
+    codes; tests of single blocks do.
+    """
     made, state = cohorts(name, tiny=False)
     n = made[0].program.n_blocks
     indices, valid = (part[:1] for part in mini_batches(4))
@@ -90,14 +98,18 @@ def test_a_step_of_networks_in_full_size(name: str) -> None:
         DeviceWork(Span(n - 2, n), "qff", 0.05),
         DeviceWork(Span(n // 3, n // 2), "qff", 0.05),
     ]
-    moved = []
-    for cohort in made:
+
+    def moved(cohort: Cohort) -> Tensor:
         rows = cohort.rows_of([state])
         cohort.train(rows, [frozenset()], works, indices, valid)
-        moved.append((cohort.parameters[:4] - rows.parameters).cpu())
+        return (cohort.parameters[:4] - rows.parameters).cpu()
+
+    here, there = map(moved, made)
     assert relative(made[0].losses[:4], made[1].losses[:4]) < 1e-3
-    for ours, theirs in zip(*moved, strict=True):
-        assert relative(ours, theirs) < 1e-2
+    nudged = [moved(cohorts(name, tiny=False, nudge=nudge)[0][0]) for nudge in (1e-7, 1e-6, 1e-5)]
+    for device, (ours, theirs) in enumerate(zip(here, there, strict=True)):
+        by_a_nudge = max(relative(ours, other[device]) for other in nudged)
+        assert relative(ours, theirs) < max(1e-2, 2 * by_a_nudge)
 
 
 def add_widths(cohort: Cohort, name: str) -> None:
