@@ -28,7 +28,7 @@ WIDTHS = (0.25, 0.5, 1.0)
 
 
 def cohorts(
-    name: str, dropout: float = 0.0, *, tiny: bool = True, nudge: float = 0.0, **more: Any
+    name: str, dropout: float = 0.0, *, tiny: bool = True, **more: Any
 ) -> tuple[list[Cohort], dict[str, Tensor]]:
     """The same cohort on the CPU and on the GPU, and the state they begin with."""
     torch.manual_seed(0)
@@ -38,8 +38,6 @@ def cohorts(
             module.p = dropout
     x, y = model.example_input(SAMPLES), torch.randint(0, 10, (SAMPLES,))
     chain = split(model, x[:BATCH])
-    if nudge:
-        x = x * (1 + nudge)
     options = {"optimizer": Sgd(weight_decay=0.01), "precision": "fp32"} | more
     made = []
     for on in ("cpu", "cuda"):
@@ -83,10 +81,10 @@ def test_spans(name: str, variant: str, tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", ["mobilenet", "resnet18", "densenet40"])
 def test_a_step_of_networks_in_full_size(name: str) -> None:
-    """The GPU differs from the CPU as the CPU does from itself with inputs moved by a millionth.
+    """The GPU differs from the CPU as the CPU does from itself with weights off by 1e-7.
 
-    That is much where blocks are int8 (16 % of a ResNet18's update): one code that is rounded the
-    other way turns more of them in every layer that follows. So this says nothing about single
+    That is much where many blocks are int8 (17 % of a ResNet18's update): one code that is rounded
+    the other way turns more of them in every layer that follows. So this says nothing about single
     codes; tests of single blocks do.
     """
     made, state = cohorts(name, tiny=False)
@@ -99,17 +97,20 @@ def test_a_step_of_networks_in_full_size(name: str) -> None:
         DeviceWork(Span(n // 3, n // 2), "qff", 0.05),
     ]
 
-    def moved(cohort: Cohort) -> Tensor:
+    def moved(cohort: Cohort, state: dict[str, Tensor]) -> Tensor:
         rows = cohort.rows_of([state])
         cohort.train(rows, [frozenset()], works, indices, valid)
         return (cohort.parameters[:4] - rows.parameters).cpu()
 
-    here, there = map(moved, made)
+    ours, theirs = (moved(cohort, state) for cohort in made)
     assert relative(made[0].losses[:4], made[1].losses[:4]) < 1e-3
-    nudged = [moved(cohorts(name, tiny=False, nudge=nudge)[0][0]) for nudge in (1e-7, 1e-6, 1e-5)]
-    for device, (ours, theirs) in enumerate(zip(here, there, strict=True)):
-        by_a_nudge = max(relative(ours, other[device]) for other in nudged)
-        assert relative(ours, theirs) < max(1e-2, 2 * by_a_nudge)
+    nudged = {
+        key: t * (1 + 1e-7 * torch.randn(t.shape)) if t.is_floating_point() else t
+        for key, t in state.items()
+    }
+    ours_nudged = moved(made[0], nudged)
+    for here, there, beside in zip(ours, theirs, ours_nudged, strict=True):
+        assert relative(here, there) < max(1e-2, 2 * relative(here, beside))
 
 
 def add_widths(cohort: Cohort, name: str) -> None:
