@@ -16,7 +16,7 @@ from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Run, make_executor
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import lookup
-from cocofl.together import simulate_together
+from cocofl.together import in_short, simulate_together
 
 # A seed that no comparison reports: what was chosen on it was not seen before.
 TUNING_SEED = 1_000_003
@@ -82,7 +82,7 @@ def compare(
 
     def play(experiments: Mapping[Path, Experiment]) -> dict[Path, Run]:
         def say(paths: Sequence[Path], rounds: int) -> None:
-            announce(", ".join(str(path.relative_to(out)) for path in paths), rounds)
+            announce(in_short([str(path.relative_to(out)) for path in paths]), rounds)
 
         runs = simulate_together(
             experiments, resume=resume, executor=own, watchers=watchers, announce=say

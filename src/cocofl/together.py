@@ -73,6 +73,16 @@ def simulate_together(
     return [found[path] for path in experiments]
 
 
+def in_short(names: Sequence[str]) -> str:
+    """What to call runs that are played at once; what is shown of them is the first's.
+
+    >>> in_short(["cocofl/seed0"]), in_short(["cocofl/seed0", "cocofl/seed1", "fjord/seed0"])
+    ('cocofl/seed0', 'cocofl/seed0 and 2 more')
+    """
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first
+
+
 def groups(experiments: Mapping[Path, Experiment]) -> list[dict[Path, Experiment]]:
     """Which of them a cohort plays at once: never more than ``DEVICES_AT_ONCE`` devices."""
     found: list[dict[Path, Experiment]] = []

@@ -10,7 +10,7 @@ from cocofl.errors import DataNotFound
 from cocofl.experiment import load_data
 from cocofl.reproduction.plans import Planned
 from cocofl.runlog import RunFolder
-from cocofl.together import simulate_together
+from cocofl.together import in_short, simulate_together
 
 
 def missing(planned: Sequence[Planned], out: Path) -> list[Planned]:
@@ -35,7 +35,7 @@ def play(
     experiments = {out / str(one.name): one.experiment for one in todo}
 
     def say(paths: Sequence[Path], rounds: int) -> None:
-        announce(", ".join(path.name for path in paths), rounds)
+        announce(in_short([path.name for path in paths]), rounds)
 
     simulate_together(experiments, resume=True, watchers=watchers, announce=say)
     return problems
