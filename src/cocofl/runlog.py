@@ -92,15 +92,19 @@ class RunFolder:
 
     def origin(self, key: str) -> str:
         """What ``about`` says under a key; part by part where a run went on elsewhere."""
+        return self.by_part(lambda about: str(about.get(key, "")))
+
+    def by_part(self, tell: Callable[[Record], str]) -> str:
+        """What ``tell`` makes of ``about``, of each part where a run went on elsewhere."""
+        parts: list[tuple[str, int | None]] = []
         about = self.about
-        parts: list[tuple[Any, int | None]] = []
         for part in [*_parts(about, self.path / ABOUT), about]:
-            value, until = part.get(key, ""), part.get("rounds")
-            if parts and parts[-1][0] == value:
+            told, until = tell(part), part.get("rounds")
+            if parts and parts[-1][0] == told:
                 parts.pop()
-            parts.append((value, until))
+            parts.append((told, until))
         *first, (last, _) = parts
-        return ", then ".join([*(f"{value} to round {n}" for value, n in first), str(last)])
+        return ", then ".join([*(f"{told} to round {until}" for told, until in first), last])
 
     def _before(self, about: Mapping[str, Any]) -> list[Record]:
         """Where the rounds that are kept come from, as far as ``about`` does not say it."""

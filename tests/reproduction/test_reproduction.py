@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -170,6 +171,19 @@ def made_up(planned: Planned, out: Path, rounds: int = 3) -> Path:
     made_up_run(folder, strategy, split, experiment.seed, rounds=rounds)
     (folder / "experiment.toml").write_text(experiment.to_toml())
     return folder
+
+
+def test_a_result_names_the_table_of_every_part_of_its_run(tmp_path: Path) -> None:
+    files = paper()
+    row = "mobilenet-cifar10-rc"
+    (one,) = plans.table2(files, rows=[row], strategies=["fjord"], seeds=1)
+    about = made_up(one, tmp_path) / "about.json"
+    said = json.loads(about.read_text()) | {"tables": {"width": "/there/new.json: widths"}}
+    before = [{"rounds": 2, "tables": {"width": "old.json: widths"}, "commit": "abc"}]
+    about.write_text(json.dumps(said | {"before": before, "commit": "def"}))
+    found, _ = results.find(tmp_path, files, [row])
+    assert {one.table for one in found} == {"old.json: widths to round 2, then new.json: widths"}
+    assert {one.commit for one in found} == {"abc to round 2, then def"}
 
 
 def test_ours_beside_the_papers(call: Call, tmp_path: Path) -> None:

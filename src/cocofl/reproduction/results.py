@@ -9,6 +9,7 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -134,7 +135,7 @@ def _parse(line: Mapping[str, str]) -> Result:
 
 
 def _results_of(run: Run, name: Name, expected: Experiment) -> list[Result]:
-    experiment, served = run.experiment, run.folder.about.get("tables", {})
+    experiment = run.experiment
     seconds = sum(line["train_s"] + line["evaluate_s"] for line in run.folder.timing())
     return [
         Result(
@@ -145,7 +146,7 @@ def _results_of(run: Run, name: Name, expected: Experiment) -> list[Result]:
             statistics=statistics,
             accuracy=final["accuracy"],
             f1=final["f1"],
-            table=_table(experiment, served),
+            table=run.folder.by_part(partial(_table, experiment)),
             changes=_changes(name, experiment, expected),
             minutes=round(seconds / 60, 1),
             engine=run.folder.origin("engine"),
@@ -184,12 +185,13 @@ def without_folder(description: str) -> str:
     return description if source.startswith(PREFIX) else f"{Path(source).name}{colon}{rest}"
 
 
-def _table(experiment: Experiment, served: Mapping[str, str]) -> str:
+def _table(experiment: Experiment, about: Mapping[str, Any]) -> str:
     """The table that said what fits."""
     name, options = experiment.strategy.name, experiment.strategy.options
     if name in ("fedavg-full", "centralized"):
         return ""
     kind = options.get("costs") or options.get("variant") or "qff"
+    served = about.get("tables", {})
     return without_folder(served.get("width" if name in ("heterofl", "fjord") else str(kind), ""))
 
 
