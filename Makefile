@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 
 SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 
+# In the order of tests/conftest.py; left alone, xdist keeps the files with few but long tests for last.
+IN_TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
+
 .PHONY: demo test test-slow test-faults test-docs lint types docs browser clean
 
 # Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
@@ -13,10 +16,10 @@ demo: $(VENV)/installed
 	@echo "Open $(CURDIR)/runs/demo/report.html"
 
 test: lint types
-	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow and not faults"
+	$(BIN)/pytest $(IN_TWO) -m "not slow and not faults"
 
 test-slow: $(VENV)/installed
-	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not faults"
+	$(BIN)/pytest $(IN_TWO) -m "not faults"
 
 test-faults: $(VENV)/installed
 	$(BIN)/pytest -m faults -s tests/test_flower_faults.py

@@ -1,5 +1,7 @@
 import signal
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -13,3 +15,9 @@ torch.set_num_threads(1)
 # What was started in the background may have been told to ignore Ctrl-C, and so would the commands
 # that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of whole programs first: a file of them takes long, and nobody waits for the last."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent != here)
