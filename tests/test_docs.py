@@ -19,10 +19,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LENGTHY = {
     "bring-your-own-model.md",
+    "data.md",
     "index.md",
     "profiling.md",
     "reports.md",
     "simulation.md",
+    "strategies.md",
     "technique.md",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,7 +74,7 @@ def shorter_commands(page: Path) -> list[str]:
 
 
 def by_time(pages: Iterable[Path]) -> list[Any]:
-    """Pages that take some 20 s each, and whose commands other tests run as well, are slow ones."""
+    """Pages that take 10 s and more, and whose commands other tests run as well, are slow ones."""
     return [
         pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in LENGTHY else [])
         for page in pages

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# They take longer than the others together, one because it has a MobileNetV2 in full.
-SLOW = dict.fromkeys(("custom_strategy.py", "one_device.py"), pytest.mark.slow)
+# All but the one that most people begin with take long, or show what other tests try.
+SLOW = dict.fromkeys(("custom_strategy.py", "custom_trace.py", "one_device.py"), pytest.mark.slow)
 EXAMPLES = [
     pytest.param(path, marks=SLOW.get(path.name, ()), id=path.name)
     for path in sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
