@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,3 +44,35 @@ def test_requests_and_answers_that_are_larger_than_a_pipe() -> None:
             channel.process.kill()
         pool.shutdown()
         workers.close()
+
+
+BUSY = """
+import os, time
+from cocofl.engine.workers import Workers
+
+class LongTask:
+    def __reduce__(self):
+        return time.sleep, (1000,)
+
+workers = Workers(1)
+(channel,) = workers._channels
+channel.ask("path", LongTask())
+print(channel.process.pid, flush=True)
+os._exit(1)  # as after kill -9: nobody ends the workers
+"""
+
+
+def test_a_busy_worker_does_not_outlive_the_process_that_asked() -> None:
+    done = subprocess.run([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, check=False)
+    stat = Path(f"/proc/{int(done.stdout)}/stat")
+    deadline = time.monotonic() + 60
+    while _runs(stat) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(stat)
+
+
+def _runs(stat: Path) -> bool:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"  # not even as a zombie
+    except (FileNotFoundError, ProcessLookupError):
+        return False

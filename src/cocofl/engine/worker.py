@@ -8,7 +8,9 @@ workers an environment of their own.
 from __future__ import annotations
 
 import os
+import select
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -93,7 +95,16 @@ def serve(requests: Connection, replies: Connection) -> None:
             return
 
 
+def end_with_reader(pipe: int) -> None:
+    """End this process, in the middle of a task, too, when nobody can read its replies any more."""
+    readers = select.poll()
+    readers.register(pipe, 0)  # no event but the error that a pipe without a reader has
+    readers.poll()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with_reader, args=(int(sys.argv[2]),), daemon=True).start()
     torch.set_num_threads(1)
     keep_freed_memory()
     # What is printed here must not mix with the parent's output.
