@@ -315,15 +315,18 @@ def test_data_that_is_not_here_is_said_and_the_rest_goes_on(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_ablations_have_tables_and_figures(call: Call, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("files", "size"), [(paper(), []), (small(), ["--small"])])
+def test_the_ablations_have_tables_and_figures(
+    call: Call, tmp_path: Path, files: Collection, size: list[str]
+) -> None:
     some = {
         one.name: one
         for make in (plans.ablation, plans.selectors)
-        for one in make(paper(), limits=[0.2, 0.4], seeds=1)
+        for one in make(files, limits=[0.2, 0.4], seeds=1)
     }
     for planned in some.values():
         made_up(planned, tmp_path / "out")
-    limits = ["--limits", "0.2,0.4", "--read", "--out", "out"]
+    limits = ["--limits", "0.2,0.4", "--read", "--out", "out", *size]
     printed = call("reproduce", "ablation", *limits)
     assert "qff without gains" in printed
     assert "left out" not in printed
@@ -331,8 +334,8 @@ def test_the_ablations_have_tables_and_figures(call: Call, tmp_path: Path) -> No
     printed = call("reproduce", "selectors", *limits)
     assert "min+all" in printed
     for name in ("ablation", "selectors"):
-        files = {path.suffix for path in (tmp_path / "out").glob(f"{name}.*")}
-        assert files == {".md", ".csv", ".png", ".svg"}
+        written = {path.suffix for path in (tmp_path / "out").glob(f"{name}.*")}
+        assert written == {".md", ".csv", ".png", ".svg"}
     assert "--limits half" in call("reproduce", "ablation", "--limits", "half", code=2)
 
 

@@ -18,7 +18,7 @@ from cocofl.cli.running import ProgressBar
 from cocofl.errors import InvalidSetting
 from cocofl.reproduction import collection as collections
 from cocofl.reproduction import plans, profiles, results, tables
-from cocofl.reproduction.collection import ABLATION, Collection
+from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import Planned
 from cocofl.reproduction.playing import missing, play
 from cocofl.reproduction.results import Result
@@ -34,6 +34,10 @@ reproduce_app = typer.Typer(
 OUT = Path("runs/paper")
 Out = Annotated[Path, typer.Option(help="The folder of all runs; tables and figures go there.")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many runs of each, from seed 0.")]
+SeedsBySize = Annotated[
+    int | None, typer.Option(min=1, help="How many runs of each; default: 3, 1 if --small.")
+]
+Small = Annotated[bool, typer.Option("--small", help="The question at a size for two CPU cores.")]
 Rounds = Annotated[
     int | None, typer.Option(min=1, help="Fewer rounds than the paper, decays moved along.")
 ]
@@ -78,15 +82,11 @@ def table2(
     strategies: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(
         plans.STRATEGY_ORDER
     ),
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="How many runs of each; default: 3, 1 if --small.")
-    ] = None,
+    seeds: SeedsBySize = None,
     rounds: Rounds = None,
     table: OwnSpans = None,
     widths: OwnWidths = None,
-    small: Annotated[
-        bool, typer.Option("--small", help="The question at a size for two CPU cores.")
-    ] = False,
+    small: Small = False,
     out: Out = OUT,
     read: Read = False,
     listed: Listed = False,
@@ -96,13 +96,13 @@ def table2(
 
     Example: cocofl reproduce table2 --rows mobilenet-cifar10-rc --seeds 1
     """
-    files = collections.small() if small else collections.paper()
+    files, by_default = _of_size(small)
     chosen = _words(rows) or list(files.rows)
     planned = plans.table2(
         files,
         rows=chosen,
         strategies=_words(strategies),
-        seeds=seeds or (1 if small else 3),
+        seeds=seeds or by_default,
         rounds=rounds,
         spans=table,
         widths=widths,
@@ -168,8 +168,9 @@ def fairness(
 @reproduce_app.command()
 def ablation(
     limits: Limits = None,
-    seeds: Seeds = 3,
+    seeds: SeedsBySize = None,
     rounds: Rounds = None,
+    small: Small = False,
     out: Out = OUT,
     read: Read = False,
     listed: Listed = False,
@@ -180,16 +181,16 @@ def ablation(
     Example: cocofl reproduce ablation --limits 0.25,0.4 --seeds 1
     """
     chosen = _numbers(limits) or list(plans.LIMITS)
-    files = collections.paper()
-    planned = plans.ablation(files, limits=chosen, seeds=seeds, rounds=rounds)
-    costs = profiles.tables_of(files.experiment(ABLATION).model.name)
+    files, by_default = _of_size(small)
+    planned = plans.ablation(files, limits=chosen, seeds=seeds or by_default, rounds=rounds)
+    costs = profiles.tables_of(files.experiment(files.ablation).model.name)
     study = Study(
         "ablation",
         files,
-        [ABLATION],
+        [files.ablation],
         planned,
-        lambda found: [tables.ablation(found, chosen)],
-        lambda figures, found: figures.ablation(found, chosen, costs, out / "ablation"),
+        lambda found: [tables.ablation(files, found, chosen)],
+        lambda figures, found: figures.ablation(files, found, chosen, costs, out / "ablation"),
     )
     _carry_out(study, out=out, read=read, listed=listed, also=also)
 
@@ -197,8 +198,9 @@ def ablation(
 @reproduce_app.command()
 def selectors(
     limits: Limits = None,
-    seeds: Seeds = 3,
+    seeds: SeedsBySize = None,
     rounds: Rounds = None,
+    small: Small = False,
     out: Out = OUT,
     read: Read = False,
     listed: Listed = False,
@@ -209,15 +211,15 @@ def selectors(
     Example: cocofl reproduce selectors --limits 0.2 --seeds 1
     """
     chosen = _numbers(limits) or list(plans.SELECTOR_LIMITS)
-    files = collections.paper()
-    planned = plans.selectors(files, limits=chosen, seeds=seeds, rounds=rounds)
+    files, by_default = _of_size(small)
+    planned = plans.selectors(files, limits=chosen, seeds=seeds or by_default, rounds=rounds)
     study = Study(
         "selectors",
         files,
-        [ABLATION],
+        [files.ablation],
         planned,
-        lambda found: [tables.selectors(found, chosen)],
-        lambda figures, found: figures.selectors(found, chosen, out / "selectors"),
+        lambda found: [tables.selectors(files, found, chosen)],
+        lambda figures, found: figures.selectors(files, found, chosen, out / "selectors"),
     )
     _carry_out(study, out=out, read=read, listed=listed, also=also)
 
@@ -245,6 +247,11 @@ def profiling(
     with drawing():
         figures = import_module("cocofl.reproduction.figures")
         _say_drawn(figures.profiling(costs, out / f"profiling-{model}"))
+
+
+def _of_size(small: bool) -> tuple[Collection, int]:
+    """The experiment files of a size, and how many seeds of each are run if nothing is said."""
+    return (collections.small(), 1) if small else (collections.paper(), 3)
 
 
 def _carry_out(

@@ -14,9 +14,7 @@ from cocofl.named import nearest
 from cocofl.report.findings import Spread
 
 PUBLISHED = "published.csv"
-ABLATION = "ablation"
-# Files that are no rows: what rows share, and the setting of the ablations.
-_NO_ROWS = ("common", ABLATION)
+_ABLATION = "ablation"
 
 # Beside the package in a wheel, at the root of a source tree.
 _PLACES = (Path(__file__).parents[1] / "experiments", Path(__file__).parents[3] / "experiments")
@@ -46,10 +44,25 @@ class Collection:
         """What a row's file says."""
         return Experiment.load(self.file(row))
 
+    @property
+    def ablation(self) -> str:
+        """The file in which the ablations vary limits, variants and selection."""
+        (found,) = (path.stem for path in self.folder.glob("*.toml") if is_ablation(path.stem))
+        return found
+
     def metric(self, row: str) -> str:
         """What the paper reports of a row: accuracy, or F1 where classes are unbalanced."""
         values = {value for known, _, value in self.published if known == row}
         return "f1" if "f1" in values else "accuracy"
+
+
+def is_ablation(row: str) -> bool:
+    """Whether runs are told apart by limit, variant and selection, not by strategy.
+
+    >>> is_ablation("ablation-fashion_mnist"), is_ablation("mobilenet-cifar10-rc")
+    (True, False)
+    """
+    return row.partition("-")[0] == _ABLATION
 
 
 def on_one_place(row: str) -> str:
@@ -73,8 +86,8 @@ def paper() -> Collection:
 def small() -> Collection:
     """The same question at a size for two CPU cores; nothing was published of it."""
     folder = _find("small")
-    rows = sorted(path.stem for path in folder.glob("*.toml") if path.stem not in _NO_ROWS)
-    return Collection(folder, tuple(rows))
+    files = sorted(path.stem for path in folder.glob("*.toml"))
+    return Collection(folder, tuple(row for row in files if not is_ablation(row)))
 
 
 def _find(name: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from cocofl.fl.local import STATISTICS
@@ -10,7 +11,7 @@ from cocofl.profiling import ProfileTable
 from cocofl.report import studies
 from cocofl.report.findings import Spread
 from cocofl.report.profiles import blocks_figure, profiling_figure, save
-from cocofl.reproduction.collection import ABLATION, Collection
+from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import SELECTIONS, VARIANTS, limited_label, strategy_of
 from cocofl.reproduction.results import Result, spread
 from cocofl.reproduction.tables import groups_of, labels_of, longest
@@ -28,20 +29,28 @@ def fairness(collection: Collection, results: Sequence[Result], row: str, path: 
 
 
 def ablation(
-    results: Sequence[Result], limits: Sequence[float], tables: Sequence[ProfileTable], path: Path
+    collection: Collection,
+    results: Sequence[Result],
+    limits: Sequence[float],
+    tables: Sequence[ProfileTable],
+    path: Path,
 ) -> list[Path]:
     """Variants over the limit: without gains, with gains, and the blocks that fit."""
+    over = partial(_over, collection.ablation, results, limits)
     panels = {
-        "without gains": {v: _over(results, limits, variant=v, costs="f") for v in VARIANTS},
-        "with gains": {v: _over(results, limits, variant=v) for v in VARIANTS},
+        "without gains": {v: over(variant=v, costs="f") for v in VARIANTS},
+        "with gains": {v: over(variant=v) for v in VARIANTS},
     }
     spans = {one.variant: one for one in tables if one.method == "span"}
     return save(studies.limits_figure(limits, panels, spans), path)
 
 
-def selectors(results: Sequence[Result], limits: Sequence[float], path: Path) -> list[Path]:
+def selectors(
+    collection: Collection, results: Sequence[Result], limits: Sequence[float], path: Path
+) -> list[Path]:
     """Ways to select a span, over the limit."""
-    series = {f"{s}+{o}": _over(results, limits, selector=s, over=o) for s, o in SELECTIONS}
+    over = partial(_over, collection.ablation, results, limits)
+    series = {f"{s}+{o}": over(selector=s, over=o) for s, o in SELECTIONS}
     return save(studies.selectors_figure(limits, series), path)
 
 
@@ -62,10 +71,10 @@ def profiling(tables: Sequence[ProfileTable], path: Path) -> list[Path]:
 
 
 def _over(
-    results: Sequence[Result], limits: Sequence[float], **options: str
+    row: str, results: Sequence[Result], limits: Sequence[float], **options: str
 ) -> list[Spread | None]:
-    own = longest(one for one in results if one.row == ABLATION)
+    own = longest(one for one in results if one.row == row)
     return [
-        spread(own, ABLATION, limited_label(limit, **options), STATISTICS[0], "accuracy")
+        spread(own, row, limited_label(limit, **options), STATISTICS[0], "accuracy")
         for limit in limits
     ]

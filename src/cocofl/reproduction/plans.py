@@ -18,7 +18,7 @@ from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import nearest
-from cocofl.reproduction.collection import ABLATION, Collection, on_one_place
+from cocofl.reproduction.collection import Collection, on_one_place
 
 STRATEGY_ORDER = ("centralized", "fedavg-full", "cocofl", "heterofl", "fjord", "fedavg")
 """As in the paper: what could be reached first, then those who obey budgets."""
@@ -206,7 +206,7 @@ def _limited(
             changes = {f"strategy.{key}": value for key, value in options.items()}
             yield from _seeded(
                 collection,
-                ABLATION,
+                collection.ablation,
                 limited_label(limit, **options),
                 {"devices.groups": f"limited:{limit:g}", **_without_defaults(changes)},
                 seeds,

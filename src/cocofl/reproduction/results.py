@@ -19,7 +19,7 @@ from cocofl.errors import InvalidSetting
 from cocofl.experiment import Run
 from cocofl.profiling.table import PREFIX
 from cocofl.report.findings import Spread
-from cocofl.reproduction.collection import ABLATION, Collection
+from cocofl.reproduction.collection import Collection, is_ablation
 from cocofl.reproduction.plans import Name, label_of, shortened, strategy_of
 from cocofl.runlog import EXPERIMENT, write_text
 
@@ -207,7 +207,7 @@ def _misnamed(name: Name, experiment: Experiment, expected: Experiment) -> str:
     if experiment.rounds != expected.rounds:
         return f"{experiment.rounds} rounds"
     strategy = experiment.strategy.name
-    if name.row == ABLATION:
+    if is_ablation(name.row):
         label = label_of(experiment)
         return "" if label == name.label else f"{label or experiment.devices.groups}"
     return "" if strategy == strategy_of(name.label) else f"strategy {strategy}"
@@ -217,7 +217,7 @@ def _changes(name: Name, experiment: Experiment, expected: Experiment) -> str:
     """In what a run differs from its file, beyond what its name says."""
     ours, theirs = (one.without_places().by_key() for one in (experiment, expected))
     in_the_name = {"name", "strategy.name"}
-    if name.row == ABLATION:
+    if is_ablation(name.row):
         in_the_name |= {"devices.groups", *(key for key in ours if key.startswith("strategy."))}
     elif strategy_of(name.label) != name.label:
         in_the_name |= {"tables.spans", "tables.widths"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from cocofl.fl.local import STATISTICS
 from cocofl.report.findings import Spread
-from cocofl.reproduction.collection import ABLATION, Collection, on_one_place
+from cocofl.reproduction.collection import Collection, on_one_place
 from cocofl.reproduction.plans import (
     SELECTIONS,
     STRATEGY_ORDER,
@@ -106,19 +106,25 @@ def fairness(collection: Collection, results: Sequence[Result], row: str) -> Tex
     return TextTable(title, header, tuple(lines), tuple(origins(own)))
 
 
-def ablation(results: Sequence[Result], limits: Sequence[float]) -> TextTable | None:
+def ablation(
+    collection: Collection, results: Sequence[Result], limits: Sequence[float]
+) -> TextTable | None:
     """Variants over the limit: what errors cost without gains, and what the gains are worth."""
     labels = [[limited_label(x, variant=v, costs=c) for v, c in VARIANT_COSTS] for x in limits]
     gains = {True: "with gains", False: "without gains"}
     header = ("limit", *(v if v == "f" else f"{v} {gains[v == c]}" for v, c in VARIANT_COSTS))
-    return _over_limits("Ablation: variants over the limit", header, limits, labels, results)
+    title = f"{collection.ablation}: variants over the limit"
+    return _over_limits(title, header, limits, labels, collection.ablation, results)
 
 
-def selectors(results: Sequence[Result], limits: Sequence[float]) -> TextTable | None:
+def selectors(
+    collection: Collection, results: Sequence[Result], limits: Sequence[float]
+) -> TextTable | None:
     """Ways to select a span over the limit."""
     labels = [[limited_label(x, selector=s, over=o) for s, o in SELECTIONS] for x in limits]
     header = ("limit", *(f"{selector}+{over}" for selector, over in SELECTIONS))
-    return _over_limits("Selection over the limit", header, limits, labels, results)
+    title = f"{collection.ablation}: selection over the limit"
+    return _over_limits(title, header, limits, labels, collection.ablation, results)
 
 
 def ordering(collection: Collection, results: Sequence[Result], row: str) -> str:
@@ -156,6 +162,7 @@ def _over_limits(
     header: tuple[str, ...],
     limits: Sequence[float],
     labels: Sequence[Sequence[str]],
+    row: str,
     results: Sequence[Result],
 ) -> TextTable | None:
     used = longest(one for one in results if any(one.strategy in line for line in labels))
@@ -164,7 +171,7 @@ def _over_limits(
     lines = []
     for kind in STATISTICS:
         for limit, names in zip(limits, labels, strict=True):
-            found = [spread(used, ABLATION, name, kind, "accuracy") for name in names]
+            found = [spread(used, row, name, kind, "accuracy") for name in names]
             if any(found):
                 shown = f"{limit:g}" + ("" if kind == STATISTICS[0] else f" ({kind} statistics)")
                 lines.append((shown, *map(_percent, found)))
