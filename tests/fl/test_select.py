@@ -93,6 +93,17 @@ def test_every_selector_picks_something_feasible(selector: str, over: str) -> No
         assert over == "all" or len(span) == 2
 
 
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("over", OVER)
+def test_what_can_train_everything_does(selector: str, over: str) -> None:
+    rng = np.random.default_rng(0)
+    for round_index in range(8):
+        span = select(
+            even_table(), Budget(), rng, selector=selector, over=over, round_index=round_index
+        )
+        assert span == Span(0, 5)
+
+
 def picks(selector: str, over: str) -> list[str]:
     rng = np.random.default_rng(3)
     chosen = (

@@ -68,7 +68,9 @@ def select(
 ) -> Span:
     """One span that fits the budget; :class:`~cocofl.errors.NoFeasibleSpan` if none does.
 
-    ``rng`` belongs to the device and the round; ``round_index`` is what ``round-robin`` counts.
+    A device that everything fits trains everything, whatever the selector: in the paper's study
+    of selectors the strong devices do. ``rng`` belongs to the device and the round;
+    ``round_index`` is what ``round-robin`` counts.
     """
     choose = SELECTORS.get(selector)
     if choose is None or over not in OVER:
@@ -79,6 +81,8 @@ def select(
     spans = feasible(table, budget)
     if not spans:
         raise nothing_fits(table, budget)
+    if (everything := Span(0, table.n_blocks)) in spans:
+        return everything
     return choose(maximal(spans) if over == "maximal" else spans, rng, round_index)
 
 
