@@ -113,8 +113,7 @@ def ablation(
     labels = [[limited_label(x, variant=v, costs=c) for v, c in VARIANT_COSTS] for x in limits]
     gains = {True: "with gains", False: "without gains"}
     header = ("limit", *(v if v == "f" else f"{v} {gains[v == c]}" for v, c in VARIANT_COSTS))
-    title = f"{collection.ablation}: variants over the limit"
-    return _over_limits(title, header, limits, labels, collection.ablation, results)
+    return _over_limits(collection.ablation, "variants", header, limits, labels, results)
 
 
 def selectors(
@@ -123,8 +122,7 @@ def selectors(
     """Ways to select a span over the limit."""
     labels = [[limited_label(x, selector=s, over=o) for s, o in SELECTIONS] for x in limits]
     header = ("limit", *(f"{selector}+{over}" for selector, over in SELECTIONS))
-    title = f"{collection.ablation}: selection over the limit"
-    return _over_limits(title, header, limits, labels, collection.ablation, results)
+    return _over_limits(collection.ablation, "selection", header, limits, labels, results)
 
 
 def ordering(collection: Collection, results: Sequence[Result], row: str) -> str:
@@ -158,11 +156,11 @@ def origins(results: Sequence[Result]) -> list[str]:
 
 
 def _over_limits(
-    title: str,
+    row: str,
+    what: str,
     header: tuple[str, ...],
     limits: Sequence[float],
     labels: Sequence[Sequence[str]],
-    row: str,
     results: Sequence[Result],
 ) -> TextTable | None:
     used = longest(one for one in results if any(one.strategy in line for line in labels))
@@ -176,7 +174,8 @@ def _over_limits(
                 shown = f"{limit:g}" + ("" if kind == STATISTICS[0] else f" ({kind} statistics)")
                 lines.append((shown, *map(_percent, found)))
     seeds = sorted({one.seed for one in used})
-    title = f"{title}: accuracy in %, {used[0].rounds} rounds, seeds {', '.join(map(str, seeds))}"
+    length = f"{used[0].rounds} rounds, seeds {', '.join(map(str, seeds))}"
+    title = f"{row}, {what} over the limit: accuracy in %, {length}"
     return TextTable(title, header, tuple(lines), tuple(origins(used)))
 
 
