@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +125,7 @@ def cohort(
         known = frozenset(
             key
             for key, value in zip(run.program.sites.keys, mean.tolist(), strict=True)
-            if value == value  # noqa: PLR0124
+            if not math.isnan(value)
         )
         rows = Rows(
             run.parameters.mean(0, keepdim=True), run.statistics.mean(0, keepdim=True), mean[None]
