@@ -21,10 +21,11 @@ from cocofl.experiment import Run, simulate
 from cocofl.fl.select import feasible, maximal
 from cocofl.freeze import FrozenNet, KernelPlan, Update, chain_state, freeze
 from cocofl.profiling import ProfileTable
-from cocofl.span import Role, Span, all_spans
+from cocofl.span import Blocks, Role, Span, all_spans
 
 __all__ = [
     "BlockChain",
+    "Blocks",
     "Budget",
     "CannotLower",
     "CannotSplit",
