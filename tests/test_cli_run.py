@@ -167,14 +167,14 @@ def test_a_folder_that_another_process_writes_is_left_to_it(call: Call, tmp_path
 
 
 OWN_STRATEGIES = """
-from cocofl.fl.merge import merge, merge_nested
+from cocofl.fl.merge import Mean
 from cocofl.fl.strategies import Strategy
 
 def blocks(tables):
-    return Strategy(lambda situation: None, merge)
+    return Strategy(lambda situation: None, Mean("everyone"))
 
 def slices(tables):
-    return Strategy(lambda situation: None, merge_nested)
+    return Strategy(lambda situation: None, Mean("senders"))
 """
 
 

@@ -120,6 +120,8 @@ class EvaluationSettings:
     batch: int = 256
     statistics: str = "running"
     """BatchNorm's: those that training left (``running``), or those of each test ``batch``."""
+    metrics: tuple[str, ...] = ("accuracy", "f1")
+    """What the model is judged by: names, or one's own as ``package.module:function``."""
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, least=1)

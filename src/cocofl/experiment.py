@@ -37,10 +37,10 @@ from cocofl.fl.devices import (
     limited_groups,
     make_devices,
 )
-from cocofl.fl.evaluation import class_densities
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
 from cocofl.fl.local import STATISTICS, Materials, Workshop
+from cocofl.fl.metrics import Populations, class_densities
 from cocofl.fl.recipe import Recipe
 from cocofl.fl.strategies import STRATEGIES, Strategy
 from cocofl.freeze import KernelPlan, State, chain_state, check_state
@@ -135,7 +135,7 @@ def simulate(
         own = executor or make_executor(experiment)
         try:
             folder.write_about(setup.about())
-            run(job, own, folder, machine_plan(), watchers)
+            run([(job, folder)], own, machine_plan(), watchers)
             remember_plan(KernelPlan.load(folder.path / "plan.json"))
         finally:
             if executor is None:
@@ -159,8 +159,8 @@ def evaluate_run(
     job = Setup(experiment).job()
     own = executor or make_executor(experiment)
     try:
-        own.prepare(job.materials, KernelPlan())
-        return evaluate(job, own, found.state)
+        own.prepare(job.workshop, KernelPlan())
+        return evaluate(job, own, job.workshop.server_state(found.state))
     finally:
         if executor is None:
             own.close()
@@ -213,10 +213,18 @@ class Setup:
             self.data.facts.num_classes,
             tuple(experiment.model.options.items()),
         )
-        self.materials = Materials(
-            self.subject, self._recipe(), self.data.train, self.data.test, experiment.engine.kernels
+        self.workshop = Workshop(
+            Materials(
+                self.subject,
+                self._recipe(),
+                self.data.train,
+                self.data.test,
+                experiment.engine.kernels,
+                experiment.evaluation.metrics,
+            )
         )
-        self.chain: BlockChain = Workshop(self.materials).chain()
+        self.materials = self.workshop.materials
+        self.chain: BlockChain = self.workshop.chain()
         self._check_shapes()
         self.tables = Tables(self)
         self.strategy = self._strategy()
@@ -232,8 +240,8 @@ class Setup:
         return Job(
             strategy=self.strategy,
             federation=federation,
-            materials=self.materials,
-            initial=self._initial_state(),
+            workshop=self.workshop,
+            initial=self.workshop.server_state(self._initial_state()),
             rounds=max(1, experiment.rounds // slower),
             seed=experiment.seed,
             schedule=Schedule(
@@ -361,9 +369,11 @@ class Setup:
             every=every,
             batch=settings.batch,
             statistics=settings.statistics,
-            group_names=tuple(group.name for group in self.devices.groups),
-            group_densities=class_densities(labels, group_of, self.partition, classes),
-            device_densities=class_densities(labels, each, self.partition, classes),
+            populations=Populations(
+                tuple(group.name for group in self.devices.groups),
+                class_densities(labels, group_of, self.partition, classes),
+                class_densities(labels, each, self.partition, classes),
+            ),
         )
 
     def _initial_state(self) -> State:

@@ -10,7 +10,7 @@ from typing import Any
 from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
-from cocofl.engine.rounds import Watcher, run_together
+from cocofl.engine.rounds import Watcher, run
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import (
     Run,
@@ -128,5 +128,5 @@ def _play_at_once(
         for folder, setup in zip(folders, setups, strict=True):
             if not folder.is_complete:
                 folder.write_about(setup.about() | {"together": list(map(str, experiments))})
-        run_together(list(zip(jobs, folders, strict=True)), executor, machine_plan(), watchers)
+        run(list(zip(jobs, folders, strict=True)), executor, machine_plan(), watchers)
     return {folder.path: Run(folder) for folder in folders}

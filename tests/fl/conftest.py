@@ -5,8 +5,8 @@ import pytest
 
 from cocofl import data
 from cocofl.fl.local import Materials, Task, Work, Workshop
-from cocofl.fl.merge import State
 from cocofl.fl.recipe import Recipe
+from cocofl.fl.state import ServerState
 from cocofl.freeze import chain_state
 from cocofl.profiling.subject import Subject
 
@@ -27,8 +27,8 @@ def make_workshop(digits: data.DataSet, **recipe: object) -> Workshop:
     return Workshop(Materials(subject, settings, digits.train, digits.test, "reference"))
 
 
-def initial(workshop: Workshop) -> State:
-    return chain_state(workshop.chain())
+def initial(workshop: Workshop) -> ServerState:
+    return workshop.server_state(chain_state(workshop.chain()))
 
 
 def task(work: Work, *, device: int = 3, samples: int = 40, lr: float = 0.1) -> Task:

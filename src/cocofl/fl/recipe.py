@@ -55,9 +55,15 @@ class Recipe:
         self._optimizer([nn.Parameter(torch.zeros(1))], lr=0.1)
 
     def descend(
-        self, parameters: Iterable[nn.Parameter], losses: Iterator[Tensor], lr: float
+        self,
+        parameters: Iterable[nn.Parameter],
+        losses: Iterator[Tensor],
+        lr: float,
+        correct: Callable[[], None] | None = None,
     ) -> float:
         """Take a step for each loss, which is computed only when its turn comes; their mean.
+
+        ``correct`` may change the gradients of each step before anything is done with them.
 
         No gradient lives longer than its step, so that a device's peak is that of one step.
         """
@@ -67,6 +73,8 @@ class Recipe:
         for loss in losses:
             optimizer.zero_grad()
             loss.backward()
+            if correct is not None:
+                correct()
             if self.clip is not None:
                 nn.utils.clip_grad_norm_(trained, self.clip)
             optimizer.step()

@@ -30,12 +30,13 @@ from cocofl.config import Experiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
 from cocofl.fl.batches import n_batches
 from cocofl.fl.federation import Situation
-from cocofl.fl.local import Task, Workshop
-from cocofl.fl.merge import State
+from cocofl.fl.local import Task
+from cocofl.fl.state import Tensors
 from cocofl.flower.facts import with_shared_facts
 from cocofl.flower.records import read_request, update_reply
 from cocofl.flower.settings import alike_devices, node_budget
 from cocofl.flower.updates import Contract
+from cocofl.freeze import check_state
 from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
 
@@ -68,7 +69,7 @@ class Device:
             self._number = node_id
             self._indices = np.arange(len(dataset.train))
 
-    def play(self, round_index: int, lr: float, state: State) -> bytes:
+    def play(self, round_index: int, lr: float, state: Tensors) -> bytes:
         """The update of a round; empty if nothing fits this device's budget now."""
         setup, experiment = self._setup, self._setup.experiment
         recipe = setup.materials.recipe
@@ -83,9 +84,11 @@ class Device:
         if plan is None:
             return b""
         kernels = machine_plan()
-        workshop = Workshop(setup.materials, kernels)
+        workshop = setup.workshop
+        workshop.plan = kernels
+        check_state(workshop.chain(), state, None)
         task = Task(experiment.seed, round_index, self._number, self._indices, plan.work, lr)
-        contribution = workshop.train(task, state)
+        contribution = workshop.train(task, workshop.server_state(state))
         remember_plan(kernels)
         return Contract(workshop.chain()).encode(contribution)
 

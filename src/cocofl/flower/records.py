@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from cocofl.errors import RejectedUpdate
-from cocofl.fl.merge import Contribution, State
+from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.runlog import state_bytes, state_from_bytes
 
 STATE, REQUEST, UPDATE, ABOUT = "state", "request", "update", "about"
@@ -34,7 +34,7 @@ def state_record(state: Mapping[str, Tensor]) -> ArrayRecord:
     return _bytes_record(STATE, state_bytes(state))
 
 
-def state_of(record: ArrayRecord) -> State:
+def state_of(record: ArrayRecord) -> Tensors:
     """The state again."""
     return state_from_bytes(record[STATE].data)
 
@@ -48,7 +48,7 @@ def request(state: ArrayRecord, settings: Mapping[str, Any]) -> RecordDict:
     return RecordDict({STATE: state, REQUEST: ConfigRecord({"json": json.dumps(settings)})})
 
 
-def read_request(message: Message) -> tuple[State, Settings]:
+def read_request(message: Message) -> tuple[Tensors, Settings]:
     """What the server sent."""
     settings: Settings = json.loads(str(message.content.config_records[REQUEST]["json"]))
     return state_of(message.content.array_records[STATE]), settings
@@ -87,11 +87,15 @@ def contribution_reply(contribution: Contribution) -> RecordDict:
         "samples": contribution.samples,
         "loss": contribution.loss,
         "width": contribution.width,
+        "device": contribution.device,
+        "sent_bytes": contribution.sent_bytes,
         "rows": {key: rows.tolist() for key, rows in contribution.rows.items()},
     }
     return RecordDict(
         {
-            STATE: state_record(contribution.tensors),
+            STATE: state_record(
+                ServerState(contribution.tensors, memory=contribution.memory).flat()
+            ),
             ABOUT: ConfigRecord({"json": json.dumps(about)}),
         }
     )
@@ -101,7 +105,8 @@ def read_contribution(message: Message) -> Contribution:
     """The contribution again, to the bit."""
     about = json.loads(str(message.content.config_records[ABOUT]["json"]))
     about["rows"] = {key: np.array(rows, np.int64) for key, rows in about["rows"].items()}
-    return Contribution(state_of(message.content.array_records[STATE]), **about)
+    sent = ServerState.from_flat(state_of(message.content.array_records[STATE]))
+    return Contribution(sent.tensors, memory=sent.memory, **about)
 
 
 # --- asking --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from cocofl.budget import Budget
 from cocofl.config import Experiment, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment
 from cocofl.experiment import Setup
-from cocofl.fl.merge import merge
+from cocofl.fl.merge import Mean
 from cocofl.fl.strategies import Strategy
 from cocofl.flower.updates import Limits
 from cocofl.named import nearest
@@ -110,7 +110,7 @@ def check_experiment(experiment: Experiment) -> None:
 
 def check_strategy(name: str, strategy: Strategy) -> None:
     """Complain about one whose devices do not send whole blocks: no contract is about that."""
-    if strategy.merge is not merge or strategy.central:
+    if strategy.merge == Mean("senders") or strategy.central:
         raise InvalidExperiment(
             f"strategy {name!r} cannot be deployed: its devices do not send spans of blocks; "
             "expected cocofl, fedavg, fedavg-full, or one of your own with their merge"

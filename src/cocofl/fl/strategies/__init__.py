@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cocofl.fl.strategies.base import Merge, Plan, Strategy, Tables
+from cocofl.fl.strategies.base import Plan, Strategy, Tables
 from cocofl.fl.strategies.cocofl import cocofl
 from cocofl.fl.strategies.fedavg import centralized, fedavg, fedavg_full
 from cocofl.fl.strategies.fjord import fjord
@@ -19,4 +19,4 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "centralized": centralized,
 }
 
-__all__ = ["STRATEGIES", "Merge", "Plan", "Strategy", "Tables"]
+__all__ = ["STRATEGIES", "Plan", "Strategy", "Tables"]

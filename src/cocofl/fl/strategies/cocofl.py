@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cocofl.errors import InvalidSetting
 from cocofl.fl.federation import Situation
-from cocofl.fl.merge import merge
+from cocofl.fl.merge import Mean
 from cocofl.fl.select import OVER, SELECTORS, feasible, select
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
@@ -50,4 +50,4 @@ def cocofl(
         )
         return Plan(SpanWork(span, variant), time_share(table, [span], situation.budget))
 
-    return Strategy(plan, merge, integers=variant == "qff")
+    return Strategy(plan, Mean("everyone"), integers=variant == "qff")

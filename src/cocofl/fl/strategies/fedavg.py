@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cocofl.fl.federation import Situation
-from cocofl.fl.merge import merge
+from cocofl.fl.merge import Mean
 from cocofl.fl.select import feasible
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
@@ -20,7 +20,7 @@ def fedavg(tables: Tables) -> Strategy:
             return None
         return Plan(work, time_share(table, [full], situation.budget))
 
-    return Strategy(plan, merge, only_able=True)
+    return Strategy(plan, Mean("everyone"), only_able=True)
 
 
 def fedavg_full(tables: Tables) -> Strategy:
@@ -30,7 +30,7 @@ def fedavg_full(tables: Tables) -> Strategy:
     def plan(_situation: Situation) -> Plan | None:
         return Plan(work, 1.0)
 
-    return Strategy(plan, merge)
+    return Strategy(plan, Mean("everyone"))
 
 
 def centralized(tables: Tables) -> Strategy:
@@ -40,4 +40,4 @@ def centralized(tables: Tables) -> Strategy:
     def plan(_situation: Situation) -> Plan | None:
         return Plan(work, 1.0)
 
-    return Strategy(plan, merge, central=True)
+    return Strategy(plan, Mean("everyone"), central=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cocofl.errors import InvalidSetting
 from cocofl.fl.federation import Situation
-from cocofl.fl.merge import merge_nested
+from cocofl.fl.merge import Mean
 from cocofl.fl.select import feasible_widths
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
 from cocofl.fl.strategies.heterofl import TEXT_WIDTHS
@@ -34,4 +34,4 @@ def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
         # A device must be able to train at its widest; on average it is faster.
         return Plan(OrderedWork(widths, distillation), time_share(table, widths, situation.budget))
 
-    return Strategy(plan, merge_nested)
+    return Strategy(plan, Mean("senders"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cocofl.fl.federation import Situation
-from cocofl.fl.merge import merge_nested
+from cocofl.fl.merge import Mean
 from cocofl.fl.select import feasible_widths
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
 from cocofl.fl.widths import WidthWork
@@ -25,4 +25,4 @@ def heterofl(tables: Tables, *, scaler: bool = False, masked: bool = False) -> S
         time = time_share(table, [widths[-1]], situation.budget)
         return Plan(WidthWork(widths[-1], scaler, masked), time)
 
-    return Strategy(plan, merge_nested, tracks_statistics=False)
+    return Strategy(plan, Mean("senders"), tracks_statistics=False)
