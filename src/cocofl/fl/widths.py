@@ -18,6 +18,8 @@ from cocofl.fl.batches import Ints
 from cocofl.fl.local import Task, Workshop, parameter_keys
 from cocofl.fl.merge import Contribution, State
 from cocofl.freeze import FrozenNet, freeze
+from cocofl.freeze.layout import channels_first
+from cocofl.freeze.lowering import lower
 from cocofl.span import Span
 
 STATISTICS_PREFIX = "widths."
@@ -104,6 +106,8 @@ class OrderedWork:
             places = workshop.places(width, widest)
             sliced = {key: p[places[key]] for key, p in parameters.items()}
             model = workshop.model(width).train()
+            if not all(block.channels_last for block in lower(workshop.chain(width))):
+                inputs = channels_first(inputs)
             result: Tensor = torch.func.functional_call(model, {**sliced, **buffers[width]}, inputs)
             return result
 
