@@ -49,11 +49,13 @@ def available(device: torch.device) -> list[Kernel]:
     return [k for k in KERNELS.values() if why_not(k) is None]
 
 
-@cache
 def why_not(chosen: Kernel) -> str | None:
     """Why a kernel cannot run here, or None: tried, since PyTorch lists some that cannot."""
-    if reason := chosen.missing():
-        return reason
+    return chosen.missing() or _fails(chosen)
+
+
+@cache
+def _fails(chosen: Kernel) -> str | None:
     try:
         for shape, geometry in (((2, 8), None), ((2, 8, 4, 4), Geometry())):
             codes = torch.ones(8, 8, *[1] * (len(shape) - 2), dtype=torch.int8)
