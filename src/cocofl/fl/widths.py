@@ -22,6 +22,8 @@ from cocofl.fl.stacked import (
 )
 from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.freeze import FrozenNet, freeze
+from cocofl.freeze.layout import channels_first
+from cocofl.freeze.lowering import lower
 from cocofl.span import Span
 from cocofl.vector import DeviceWork
 
@@ -148,6 +150,8 @@ class OrderedWork:
             places = workshop.places(width, widest)
             sliced = {key: p[places[key]] for key, p in parameters.items()}
             model = workshop.model(width).train()
+            if not all(block.channels_last for block in lower(workshop.chain(width))):
+                inputs = channels_first(inputs)
             result: Tensor = torch.func.functional_call(model, {**sliced, **buffers[width]}, inputs)
             return result
 

@@ -14,6 +14,7 @@ from cocofl.chain import BlockChain, Wiring
 from cocofl.errors import CannotLower, InvalidSetting, InvalidSpan
 from cocofl.freeze.floating import fused, with_batch_statistics
 from cocofl.freeze.kernels import kernel, safe_weight_bits
+from cocofl.freeze.layout import channels_first
 from cocofl.freeze.lean import lean_blocks
 from cocofl.freeze.lowering import LoweredBlock, lower
 from cocofl.freeze.observe import ScaleMeter
@@ -174,7 +175,7 @@ class FrozenNet(nn.Module):
 
     def _run(self, part: Part, arguments: list[Any]) -> Any:
         if not part.channels_last:
-            arguments = [x.contiguous() if isinstance(x, Tensor) else x for x in arguments]
+            arguments = [channels_first(x) if isinstance(x, Tensor) else x for x in arguments]
         if part.role is Role.FROZEN:
             with torch.no_grad():
                 return part.run(*arguments)
