@@ -19,7 +19,8 @@ from cocofl.config import Experiment, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment
 from cocofl.experiment import Setup
 from cocofl.fl.merge import merge
-from cocofl.fl.strategies import Strategy
+from cocofl.fl.strategies import STRATEGIES, Strategy, facts_of
+from cocofl.fl.strategies.facts import BLOCKS
 from cocofl.flower.updates import Limits
 from cocofl.named import nearest
 
@@ -110,10 +111,11 @@ def check_experiment(experiment: Experiment) -> None:
 
 def check_strategy(name: str, strategy: Strategy) -> None:
     """Complain about one whose devices do not send whole blocks: no contract is about that."""
-    if strategy.merge is not merge or strategy.central:
+    if strategy.merge is not merge or facts_of(name).uploads != BLOCKS:
+        able = [known for known in STRATEGIES if facts_of(known).uploads == BLOCKS]
         raise InvalidExperiment(
-            f"strategy {name!r} cannot be deployed: its devices do not send spans of blocks; "
-            "expected cocofl, fedavg, fedavg-full, or one of your own with their merge"
+            f"strategy {name!r} cannot be deployed: its devices do not send whole blocks; "
+            f"expected {', '.join(able)}, or one of your own with their merge"
         )
 
 
