@@ -111,6 +111,28 @@ def test_two_rounds_in_int8(name: str) -> None:
         state = merge(state, [Contribution(sent, 8) for sent, _ in expected])
 
 
+@pytest.mark.parametrize("variant", ["f", "ff", "qff"])
+@pytest.mark.parametrize("name", ["mobilenet", "transformer"])
+def test_blocks_apart(name: str, variant: str) -> None:
+    """A middle block beside the last, the ends, and three apart, each beside a span."""
+    dtype, tolerance = (torch.float32, 1e-2) if variant == "qff" else (torch.float64, 1e-9)
+    chain, x, y = tiny(name, dtype)
+    n = len(chain)
+    first, middle, last = Span(0, 1), Span(n // 2, n // 2 + 1), Span(n - 1, n)
+    sets = [middle | last, first | last, first | middle | last, middle]
+    works = [DeviceWork(blocks, variant, 0.05) for blocks in sets]
+    cohort, state = cohort_of(chain, x, y), with_biases(chain_state(chain))
+    for seed in range(2):
+        one = draw_round(works, SAMPLES, BATCH, SIZES[: len(works)], seed)
+        expected, found = serially(chain, state, one, x, y), together(cohort, state, one)
+        for (a, _), (b, _) in zip(expected, found, strict=True):
+            weights = [key for key in a if not key.startswith("scales.")]
+            assert a.keys() == b.keys()
+            own, others = ({k: sent[k] for k in weights} for sent in (a, b))
+            assert largest_difference(own, others) < tolerance
+        state = merge(state, [Contribution(sent, 8) for sent, _ in expected])
+
+
 def test_devices_of_different_variants_share_a_cohort() -> None:
     chain, x, y = tiny("resnet18", torch.float32)
     cohort = cohort_of(chain, x, y)
@@ -138,7 +160,7 @@ def test_what_a_device_freezes_keeps_its_bits(optimizer: Optimizer) -> None:
         for slot in kind.all():
             for d, work in enumerate(works):
                 same = torch.equal(slot.of(before)[0], slot.of(after)[d])
-                assert same == (slot.block not in work.span)
+                assert same == (slot.block not in work.blocks)
 
 
 def test_samples_that_do_not_count_change_nothing() -> None:

@@ -31,7 +31,7 @@ from cocofl.fl.strategies import Merge
 from cocofl.fl.widths import OrderedWork
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
-from cocofl.span import Span
+from cocofl.span import Blocks
 from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Program, Rows, Sgd, losses
 from cocofl.vector.agreement import disagreement
 from cocofl.vector.memory import devices_that_fit
@@ -137,7 +137,7 @@ class CohortExecutor:
         self._widths = WidthTrial(self._workshop)
         self._held: dict[int, tuple[Mapping[str, Tensor], Rows]] = {}
         self._examiner: Examiner | None = None
-        self._sizes: dict[Span, int] = {}
+        self._sizes: dict[Blocks, int] = {}
 
     def _must_train_alone(self) -> bool:
         """Whether the network has no stacked form; built-in ones have, as the tests say."""
@@ -227,7 +227,7 @@ class CohortExecutor:
                 of_device = cohort.rows_now(d).clone() if keep else cohort.rows_now(d)
                 yield _Sent(
                     tensors=_RowTensors(partial(_update, cohort, of_device, work), of_device),
-                    size_bytes=self._tensor_bytes(cohort, work.span) + _SCALE_BYTES * scales[d],
+                    size_bytes=self._tensor_bytes(cohort, work.blocks) + _SCALE_BYTES * scales[d],
                     **common,
                 )
             else:
@@ -363,7 +363,7 @@ class CohortExecutor:
             self._narrow = NarrowNetworks(self._workshop, self._cohort)
         return self._cohort
 
-    def _tensor_bytes(self, cohort: Cohort, span: Span) -> int:
+    def _tensor_bytes(self, cohort: Cohort, span: Blocks) -> int:
         if span not in self._sizes:
             work = DeviceWork(span, "f", 0.0)
             sent = cohort.update(cohort.rows_now(0), work).items()

@@ -1,6 +1,6 @@
 """The devices of a round as one computation.
 
-A :class:`Cohort` has room for a number of devices and runs any devices, spans and variants in
+A :class:`Cohort` has room for a number of devices and runs any devices, blocks and variants in
 it: what differs between them are masks and numbers in its tensors, never the computation. So
 the step can be captured once as a CUDA graph and replayed for all rounds.
 """
@@ -22,7 +22,7 @@ from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting
 from cocofl.freeze import State
 from cocofl.numerics import HEADROOM
-from cocofl.span import Role, Span
+from cocofl.span import Blocks, Role, Span
 from cocofl.vector.folding import FoldedLayer, fold_layers
 from cocofl.vector.graphs import Graphs
 from cocofl.vector.instructions import Layer
@@ -32,7 +32,7 @@ from cocofl.vector.maps import Weights
 from cocofl.vector.optimizer import Optimizer, Sgd
 from cocofl.vector.precision import Precision
 from cocofl.vector.program import Program
-from cocofl.vector.rounding import RoundingPlan, RoundingTable, Tap
+from cocofl.vector.rounding import RoundingPlan, RoundingTable, Tap, region_ends
 from cocofl.vector.run import Roles, Run
 from cocofl.vector.slots import Slot
 from cocofl.vector.streams import Beside
@@ -47,7 +47,7 @@ Source = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 class DeviceWork(NamedTuple):
     """What one device does in a round."""
 
-    span: Span
+    blocks: Blocks
     variant: str
     lr: float
     state: int = 0
@@ -168,6 +168,7 @@ class Cohort:
         self.losses = torch.zeros(d, dtype=torch.float64, device=self.on)
         self._beside = Beside() if self.on.type == "cuda" else None
         self._tables: dict[frozenset[Tap], RoundingTable] = {}
+        self._region_ends = frozenset[int]()
         self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
         self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
 
@@ -233,17 +234,17 @@ class Cohort:
         slots, sent = self.program.slots, State()
         for kind, own in ((slots.parameters, rows.parameters), (slots.statistics, rows.statistics)):
             for key, slot in kind.by_key.items():
-                if slot.block in work.span:
+                if slot.block in work.blocks:
                     sent[key] = slot.of(own)[0].clone()
         for key, block in slots.constants.items():
-            if block in work.span:
+            if block in work.blocks:
                 sent[key] = self._constants[key].clone()
         return sent | self._scales_of(rows.scales[0])
 
     def needs_two_samples(self, work: DeviceWork) -> bool:
         """Whether a mini-batch of one sample would leave a norm without a variance."""
         return any(
-            work.variant == "f" or one.block in work.span or (one.norm and one.norm.mean is None)
+            work.variant == "f" or one.block in work.blocks or (one.norm and one.norm.mean is None)
             for one in self.program.lone_norms
         )
 
@@ -368,7 +369,7 @@ class Cohort:
 
     def _rounds(self, work: DeviceWork) -> bool:
         """Whether a device rounds anything at all."""
-        return work.variant == "qff" and len(work.span) < self.program.n_blocks
+        return work.variant == "qff" and len(work.blocks) < self.program.n_blocks
 
     def _begin_rounding(
         self,
@@ -384,14 +385,16 @@ class Cohort:
             # In the first rounds new scales become known every time. One computation that can
             # scale anything on the fly serves them all, so that not each has to be captured.
             settled = (frozenset(), frozenset(self.program.sites.keys), *settled)
-        possible = [rounder.possible(one) for one in settled]
+        for work in works:
+            self._region_ends |= region_ends(work.blocks, self.program.n_blocks)
+        possible = [rounder.possible(one, self._region_ends) for one in settled]
         taps = frozenset[Tap]().union(*(taps for taps, _ in possible))
         on_the_fly = frozenset[Tap]().union(*(fly for _, fly in possible))
         if taps not in self._tables:
             self._tables[taps] = RoundingTable(taps, self.devices, self.on, self.program.sites)
         table = self._tables[taps]
         plans = [
-            table.plan(rounder, work.span if work.variant == "qff" else None, known[work.state])
+            table.plan(rounder, work.blocks if work.variant == "qff" else None, known[work.state])
             for work in works
         ]
         of_device = torch.tensor([work.state for work in works], device=self.on)
@@ -631,11 +634,9 @@ def _channels(*slots: Slot | None) -> int:
 
 def _role_masks(works: Sequence[DeviceWork], n_blocks: int) -> dict[str, NDArray[np.bool_]]:
     """The fields of :class:`Roles`, by block and device."""
-    blocks = np.arange(n_blocks)[:, None]
-    starts, stops = (np.array([getattr(w.span, end) for w in works]) for end in ("start", "stop"))
+    roles = np.array([[r.value for r in work.blocks.roles(n_blocks)] for work in works]).T
+    trained, reached = roles == Role.TRAINED.value, roles != Role.FROZEN.value
     variants = np.array([work.variant for work in works])
-    reached = blocks >= starts
-    trained = reached & (blocks < stops)
     return {
         "trained": trained,
         "reached": reached,
@@ -648,7 +649,7 @@ def _modes(works: Sequence[DeviceWork], n_blocks: int, room: int) -> list[list[s
     """How blocks that run device by device are set: trained, with still statistics, or frozen."""
 
     def mode(work: DeviceWork, block: int) -> str:
-        if work.span.role(block) is Role.TRAINED:
+        if work.blocks.role(block) is Role.TRAINED:
             return "trained"
         return "still" if work.variant == "f" else "frozen"
 
