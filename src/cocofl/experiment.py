@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -42,7 +42,7 @@ from cocofl.fl.federation import Federation
 from cocofl.fl.local import STATISTICS, Materials, Workshop
 from cocofl.fl.metrics import Populations, class_densities
 from cocofl.fl.recipe import Recipe
-from cocofl.fl.strategies import STRATEGIES, Strategy
+from cocofl.fl.strategies import NEEDS_NOTHING, STRATEGIES, Strategy, facts_of
 from cocofl.freeze import KernelPlan, State, chain_state, check_state
 from cocofl.named import lookup, nearest
 from cocofl.profiling import ProfileTable, shipped
@@ -155,7 +155,7 @@ def evaluate_run(
     # So may the GPU that it was made with.
     places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
     neutral = {**places, "engine.kind": "auto", **(changes or {})}
-    experiment = found.experiment.with_strategy("fedavg-full").changed(neutral)
+    experiment = found.experiment.with_strategy(NEEDS_NOTHING).changed(neutral)
     job = Setup(experiment).job()
     own = executor or make_executor(experiment)
     try:
@@ -191,7 +191,7 @@ def engine_kind(experiment: Experiment) -> str:
 
 def rounds_of(experiment: Experiment) -> int:
     """How many rounds its run has: with all data in one place fewer than it says."""
-    central = experiment.strategy.name == "centralized"
+    central = facts_of(experiment.strategy.name).all_data_in_one_place
     return max(1, experiment.rounds // (CENTRAL_SPEEDUP if central else 1))
 
 
@@ -227,12 +227,13 @@ class Setup:
         self.chain: BlockChain = self.workshop.chain()
         self._check_shapes()
         self.tables = Tables(self)
+        self.facts = facts_of(experiment.strategy.name)
         self.strategy = self._strategy()
 
     def job(self) -> Job:
         """All that the round loop needs."""
         experiment = self.experiment
-        training, central = experiment.training, self.strategy.central
+        training, central = experiment.training, self.facts.all_data_in_one_place
         slower = CENTRAL_SPEEDUP if central else 1
         federation = self._central() if central else self.federation
         table = self.tables.spans()
@@ -287,6 +288,7 @@ class Setup:
             "hardware": _machine(self.experiment),
             "engine": engine_kind(self.experiment),
             "strategy": self.experiment.strategy.name,
+            "strategy_facts": asdict(self.facts),
             "tables": dict(self.tables.served),
             "model_blocks": len(self.chain),
             "samples_left_over": len(self.partition.remainder),

@@ -8,7 +8,7 @@ from cocofl.fl.select import feasible, feasible_widths, maximal, select
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.stacked import NotStacked, StackedNetworks, StackedWork
 from cocofl.fl.state import Contribution, ServerState, Tensors
-from cocofl.fl.strategies import STRATEGIES, Plan, Strategy, Tables
+from cocofl.fl.strategies import STRATEGIES, Plan, Strategy, StrategyFacts, Tables, declares
 from cocofl.fl.strategies.base import time_share
 from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.local_rule import LocalRule, LocalStep
@@ -35,12 +35,14 @@ __all__ = [
     "StackedNetworks",
     "StackedWork",
     "Strategy",
+    "StrategyFacts",
     "Tables",
     "Task",
     "Tensors",
     "WidthWork",
     "Work",
     "Workshop",
+    "declares",
     "feasible",
     "feasible_widths",
     "maximal",

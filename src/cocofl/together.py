@@ -23,6 +23,7 @@ from cocofl.experiment import (
     rounds_of,
     simulate,
 )
+from cocofl.fl.strategies import facts_of
 
 DEVICES_AT_ONCE = 40
 """More gain little (docs/cohort.md), and the more runs share a GPU, the later the first ends."""
@@ -107,7 +108,7 @@ def _common_ground(experiment: Experiment) -> dict[str, Any]:
     values = experiment.by_key().items()
     common = {key: v for key, v in values if key.startswith(_COMMON) and key not in _OWN}
     # Who has all data has many times the mini-batches: everybody else would wait.
-    return common | {"central": experiment.strategy.name == "centralized"}
+    return common | {"central": facts_of(experiment.strategy.name).all_data_in_one_place}
 
 
 def _play_at_once(

@@ -411,7 +411,10 @@ def _refuse_if_nobody_can_train(job: Job) -> None:
     for device in islice(federation.in_random_order(0), _ASKED_AT_MOST):
         if job.strategy.plan(federation.situation(device, 0)) is not None:
             return
-    budget = federation.situation(next(federation.in_random_order(0)), 0).budget
+    first = next(federation.in_random_order(0), None)
+    if first is None:  # nobody can be asked yet: what they have is not known
+        return
+    budget = federation.situation(first, 0).budget
     raise NoFeasibleSpan(
         f"no device can train anything: of {min(len(federation.devices), _ASKED_AT_MOST)} asked, "
         f"none has a configuration that fits, and one of them has {budget}. Raise the budgets of "

@@ -64,10 +64,14 @@ class Federation:
         return recipe.epochs * n_batches(n_samples, recipe.batch, recipe.last_batch)
 
     def in_random_order(self, round_index: int) -> Iterator[int]:
-        """All devices that have data, in the order in which this round would ask them."""
+        """All who have data and can be asked, in the order in which this round asks them."""
         order = stream(self.seed, "sample", round_index).permutation(len(self.devices))
         sizes = self.partition.sizes
-        return (device for device in order.tolist() if sizes[device] > 0)
+        return (
+            device
+            for device in order.tolist()
+            if sizes[device] > 0 and self.devices.is_available(device, round_index)
+        )
 
     def situation(self, device: int, round_index: int) -> Situation:
         """What a device has in a round."""

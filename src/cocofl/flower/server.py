@@ -28,7 +28,7 @@ from cocofl.fl.metrics import Populations
 from cocofl.fl.state import ServerState
 from cocofl.flower.facts import shared_facts
 from cocofl.flower.records import Reply, ask, read_update, request, state_record
-from cocofl.flower.settings import Deployment, alike_devices, check_strategy, read_run_config
+from cocofl.flower.settings import Deployment, alike_devices, check_experiment, read_run_config
 from cocofl.flower.updates import Contract
 from cocofl.freeze import KernelPlan
 from cocofl.rng import stream
@@ -76,12 +76,12 @@ class Server(TestsHere):
 
     def __init__(self, grid: Grid, experiment: Experiment, deployment: Deployment) -> None:
         super().__init__()
+        check_experiment(experiment)
         self._grid, self._deployment = grid, deployment
         # Who the devices are, and what they have, is not for the server to say.
         self.setup = Setup(alike_devices(experiment, 1).changed({"data.split": "iid"}))
         self._contract = Contract(self.setup.chain, deployment.limits)
         self.job = _of_a_network(self.setup.job(), self._judge)
-        check_strategy(experiment.strategy.name, self.job.strategy)
         self._common = {
             "experiment": experiment.to_dict(),
             "facts": shared_facts(self.setup.data),

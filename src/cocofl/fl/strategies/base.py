@@ -34,8 +34,6 @@ class Strategy:
     """Whether devices send norm statistics; else they are measured before an evaluation."""
     integers: bool = False
     """Whether devices compute frozen blocks in int8, for which kernels have to be chosen."""
-    central: bool = False
-    """Whether all data is in one place: one device has everything, in a tenth of the rounds."""
 
 
 class Tables(Protocol):

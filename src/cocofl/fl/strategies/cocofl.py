@@ -8,9 +8,20 @@ from cocofl.fl.merge import Mean
 from cocofl.fl.select import OVER, SELECTORS, feasible, select
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
+from cocofl.fl.strategies.facts import PROPOSED, SPANS, StrategyFacts, declares
 from cocofl.freeze import VARIANTS
 
 
+@declares(
+    StrategyFacts(
+        label="CoCoFL",
+        citation="Pfeiffer et al., TMLR 2023",
+        role=PROPOSED,
+        tables=SPANS,
+        colour="#0072B2",
+        order=3,
+    )
+)
 def cocofl(
     tables: Tables,
     *,
