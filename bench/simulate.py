@@ -31,16 +31,17 @@ import torch.nn.functional as F
 from cocofl.allocator import keep_freed_memory
 from cocofl.data import Partition, load
 from cocofl.engine.executor import InProcess
-from cocofl.engine.rounds import Evaluation, Job, RunInProgress, Schedule, play_round
+from cocofl.engine.rounds import Job, RunInProgress, play_round
 from cocofl.engine.workers import Workers
 from cocofl.fl.devices import Group, make_devices
+from cocofl.fl.evaluation import Evaluation
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
 from cocofl.fl.local import Materials, Workshop
 from cocofl.fl.merge import Mean
-from cocofl.fl.recipe import Recipe
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy
+from cocofl.fl.training import Training
 from cocofl.freeze import KernelPlan, chain_state
 from cocofl.models import MODELS
 from cocofl.profiling.subject import Subject
@@ -65,8 +66,8 @@ def random_images(_folder: Path | None) -> dict[str, tuple[np.ndarray, np.ndarra
 
 def make_job(model: str, n_devices: int, per_round: int, n_images: int) -> Job:
     data = load("simulate:random_images")
-    recipe = Recipe(weight_decay=0.001)
-    materials = Materials(Subject(model, 32, 10), recipe, data.train, data.test)
+    training = Training(weight_decay=0.001)
+    materials = Materials(Subject(model, 32, 10), training, data.train, data.test)
     workshop = Workshop(materials)
     chain = workshop.chain()
     work = SpanWork(Span(0, len(chain)), "f")
@@ -77,14 +78,15 @@ def make_job(model: str, n_devices: int, per_round: int, n_images: int) -> Job:
     partition = Partition(indices, offsets, indices[:0])
     return Job(
         strategy=Strategy(lambda _: Plan(work, 1.0), Mean("everyone")),
-        federation=Federation(devices, partition, recipe, per_round, seed=0),
+        federation=Federation(devices, partition, training, per_round, seed=0),
         workshop=workshop,
         initial=workshop.server_state(chain_state(chain)),
         rounds=10**9,
         seed=0,
-        schedule=Schedule(),
+        training=training,
         faults=Faults(),
-        evaluation=Evaluation(10**9, 256, "running"),
+        evaluation=Evaluation(every=10**9),
+        populations=None,
         deadline_s=1.0,
         checkpoint_every=10**9,
     )

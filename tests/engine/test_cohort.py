@@ -21,19 +21,18 @@ from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
 from cocofl.errors import InvalidExperiment, InvalidSetting
-from cocofl.experiment import Run, Setup, engine_kind, simulate
+from cocofl.experiment import Run, Setup, batch_groups, engine_kind, simulate, simulate_batch
 from cocofl.fl.local import Task
 from cocofl.fl.merge import Mean
-from cocofl.fl.recipe import OPTIMIZERS
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.stacked import NotStacked, StackedNetworks, stacked
+from cocofl.fl.training import OPTIMIZERS
 from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.freeze import VARIANTS, KernelPlan
 from cocofl.models import MODELS
 from cocofl.models.base import narrowed
 from cocofl.models.transformer import Encoder, EncoderLayer, Shape
 from cocofl.runlog import Record, RunFolder
-from cocofl.together import groups, simulate_together
 from cocofl.vector import Cohort, DeviceWork, Program, Sgd
 from tests.engine.collecting import collected
 from tests.vector.serial import train_one
@@ -501,7 +500,7 @@ def test_seeds_that_run_together_give_what_each_gives_alone(
     """Whether the devices of all of them fit, or not."""
     base = Experiment.parse(TINY | {"strategy": {"name": strategy}})
     several = {tmp_path / f"seed{seed}": base.changed({"seed": seed}) for seed in (3, 4)}
-    together = simulate_together(several, executor=CohortExecutor("cpu", devices=at_once))
+    together = simulate_batch(several, executor=CohortExecutor("cpu", devices=at_once))
     for run, one in zip(together, several.values(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone{one.seed}", executor=CohortExecutor("cpu"))
         assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]
@@ -514,10 +513,10 @@ def test_seeds_that_run_together_are_resumed_together(tmp_path: Path) -> None:
     base = Experiment.parse(TINY | {"rounds": 3})
     several = {tmp_path / f"seed{seed}": base.changed({"seed": seed}) for seed in (0, 1)}
     whole = {tmp_path / f"whole{one.seed}": one for one in several.values()}
-    expected = simulate_together(whole, executor=CohortExecutor("cpu"))
+    expected = simulate_batch(whole, executor=CohortExecutor("cpu"))
     with pytest.raises(KeyboardInterrupt):
-        simulate_together(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
-    found = simulate_together(several, resume=True, executor=CohortExecutor("cpu"))
+        simulate_batch(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
+    found = simulate_batch(several, resume=True, executor=CohortExecutor("cpu"))
     for one, other in zip(expected, found, strict=True):
         assert distance(one, other) == 0
 
@@ -527,7 +526,7 @@ def test_a_run_with_fewer_rounds_is_complete_before_the_others(tmp_path: Path) -
     long, short = tmp_path / "long", tmp_path / "short"
     several = {long: base.changed({"rounds": 3}), short: base.changed({"rounds": 1, "seed": 1})}
     with pytest.raises(KeyboardInterrupt):
-        simulate_together(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
+        simulate_batch(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
     assert [RunFolder(path).is_complete for path in several] == [False, True]
 
 
@@ -554,8 +553,8 @@ def test_strategies_that_run_together_give_what_each_gives_alone(
         tmp_path / name: Experiment.parse(base.to_dict() | {"strategy": strategy, "seed": seed})
         for seed, (name, strategy) in enumerate(MIXED.items())
     }
-    assert len(groups(several)) == 1
-    together = simulate_together(several, executor=CohortExecutor("cpu", devices=at_once))
+    assert len(batch_groups(several)) == 1
+    together = simulate_batch(several, executor=CohortExecutor("cpu", devices=at_once))
     for run, (path, one) in zip(together, several.items(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone-{path.name}", executor=InProcess())
         assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]
@@ -571,7 +570,7 @@ def test_int8_beside_narrower_networks_with_statistics_of_their_own(tmp_path: Pa
     several = {
         tmp_path / name: base.with_strategy(name, **options) for name, options in strategies.items()
     }
-    together = simulate_together(several, executor=CohortExecutor("cpu"))
+    together = simulate_batch(several, executor=CohortExecutor("cpu"))
     for run, (path, one) in zip(together, several.items(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone-{path.name}", executor=CohortExecutor("cpu"))
         assert alone.state.keys() == run.state.keys()
@@ -591,7 +590,7 @@ def test_what_is_one_computation() -> None:
         "many": {"devices.count": 60, "devices.per_round": 30},
     }
     several = {Path(name): base.changed(change) for name, change in changes.items()}
-    assert [[path.name for path in group] for group in groups(several)] == [
+    assert [[path.name for path in group] for group in batch_groups(several)] == [
         ["as it is", "strategy", "split", "rate"],
         ["batch"],
         ["model"],
@@ -603,7 +602,7 @@ def test_what_is_one_computation() -> None:
 def test_runs_of_unequal_engines_do_not_go_together(tmp_path: Path) -> None:
     base = Experiment.parse(TINY)
     with pytest.raises(InvalidExperiment, match="must have the same engine"):
-        simulate_together(
+        simulate_batch(
             {tmp_path / "a": base, tmp_path / "b": base.changed({"engine.precision": "fp32"})}
         )
 

@@ -15,8 +15,8 @@ from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor, InProcess
 from cocofl.fl.local import Materials, Task, Workshop
 from cocofl.fl.merge import Mean
-from cocofl.fl.recipe import Recipe
 from cocofl.fl.state import Contribution, Tensors
+from cocofl.fl.training import Training
 from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.freeze import KernelPlan, chain_state
 from cocofl.models import MODELS
@@ -82,8 +82,8 @@ NETWORKS = {"cnn": cnn, "averaging-cnn": averaging_cnn, "transformer": transform
 
 def materials(network: str, loss: str) -> Materials:
     data = texts() if network == "transformer" else load("digits").train
-    recipe = Recipe(batch=BATCH, momentum=0.5, weight_decay=0.01, clip=1.0, loss=loss)
-    return Materials(Subject(f"{network} in float64", BATCH, 10), recipe, data, data, "reference")
+    training = Training(batch=BATCH, momentum=0.5, weight_decay=0.01, clip=1.0, loss=loss)
+    return Materials(Subject(f"{network} in float64", BATCH, 10), training, data, data, "reference")
 
 
 def tasks(round_index: int) -> list[Task]:

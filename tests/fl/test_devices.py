@@ -24,7 +24,7 @@ from cocofl.fl.devices import (
     read_trace,
 )
 from cocofl.fl.federation import Federation
-from cocofl.fl.recipe import Recipe
+from cocofl.fl.training import Training
 
 TRACE = """device,round,time,memory,upload
 0,0,0.5,0.5,1.0
@@ -195,7 +195,7 @@ def test_who_cannot_be_asked_is_not_drawn_and_others_are_instead(tmp_path: Path)
     parts = Partition(np.arange(6), np.array([0, 2, 4, 6]), np.arange(0))
 
     def drawn(group: Group, round_index: int) -> list[int]:
-        federation = Federation(make_devices(3, [group], 0), parts, Recipe(), 1, seed=0)
+        federation = Federation(make_devices(3, [group], 0), parts, Training(), 1, seed=0)
         return list(federation.in_random_order(round_index))
 
     for round_index in range(4):

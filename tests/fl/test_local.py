@@ -16,8 +16,8 @@ from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import batch_stream, mini_batches, n_batches, tensors
 from cocofl.fl.local import Materials, Workshop
 from cocofl.fl.merge import Mean
-from cocofl.fl.recipe import Recipe
 from cocofl.fl.spans import SpanWork
+from cocofl.fl.training import Training
 from cocofl.fl.widths import OrderedWork, StatisticsWork, WidthWork
 from cocofl.models.base import narrowed
 from cocofl.profiling.subject import Subject
@@ -252,7 +252,7 @@ def test_narrower_networks_keep_weights_tied_and_whole_numbers_whole(
     work: WidthWork | OrderedWork, digits: data.DataSet
 ) -> None:
     subject = Subject(f"{__name__}:odd", 16, 10)
-    workshop = Workshop(Materials(subject, Recipe(batch=16), digits.train, digits.test))
+    workshop = Workshop(Materials(subject, Training(batch=16), digits.train, digits.test))
     state = before = initial(workshop)
     for _ in range(2):
         state = Mean("senders")(state, [workshop.train(task(work), state)])

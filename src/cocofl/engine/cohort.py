@@ -6,6 +6,7 @@ GPU from round to round, as rows.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -22,7 +23,6 @@ from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import Task, Workshop, one_sample_refused
 from cocofl.fl.metrics import Sums
-from cocofl.fl.recipe import Loss, Recipe, cross_entropy
 from cocofl.fl.stacked import (
     PARAMETERS,
     NotStacked,
@@ -33,6 +33,7 @@ from cocofl.fl.stacked import (
     stacked,
 )
 from cocofl.fl.state import Memory, ServerState
+from cocofl.fl.training import Loss, Training, cross_entropy
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.vector import Adam, Cohort, Optimizer, Program, Rows, RuleMemory, Sgd, losses
@@ -169,6 +170,7 @@ class CohortExecutor:
             run = self._measure if measure else self._train
             for one, trained in zip(some, run(cohort, some, rows, states, layout), strict=True):
                 sent = layout.sent(one.work, one.task, trained.clone() if keep else trained)
+                sent = self._workshop.transmitted(sent, one.task, states[one.run])
                 yield one.run, Answer(one.task.device, sent)
 
     def _train(
@@ -230,7 +232,7 @@ class CohortExecutor:
         for one, own in zip(some, batches, strict=True):
             if any(len(b) == 1 for b in own) and cohort.needs_two_samples(one.work.device):
                 raise one_sample_refused(one.task.device)
-        return _padded(batches, self._workshop.recipe.batch)
+        return _padded(batches, self._workshop.training.batch)
 
     # Testing
 
@@ -259,7 +261,7 @@ class CohortExecutor:
         most, distilled = self._room_for
         if self._cohort is None or wanted > most or distils > distilled:
             self._room_for = max(wanted, most), distils or distilled
-            chain, recipe, form = self._workshop.chain(), self._workshop.recipe, self._form()
+            chain, training, form = self._workshop.chain(), self._workshop.training, self._form()
             assert form is not None
             self._cohort = None  # its memory is for the next
 
@@ -268,9 +270,9 @@ class CohortExecutor:
                     chain,
                     self._source,
                     devices=devices,
-                    batch=recipe.batch,
+                    batch=training.batch,
                     on=self._on,
-                    optimizer=_stacked_optimizer(recipe),
+                    optimizer=_stacked_optimizer(training),
                     loss=_stacked_loss(self._workshop.loss),
                     precision=self._precision,
                     # A loss of one's own is told on the host which samples count.
@@ -307,22 +309,23 @@ def _padded(
     return indices, valid
 
 
-def has_optimizer(recipe: Recipe) -> bool:
-    """Whether many devices can descend together as a recipe says."""
-    return recipe.optimizer_class() in (torch.optim.SGD, torch.optim.Adam)
+def has_optimizer(training: Training) -> bool:
+    """Whether many devices can descend together as a training says."""
+    return training.optimizer_class() in (torch.optim.SGD, torch.optim.Adam)
 
 
-def _stacked_optimizer(recipe: Recipe) -> Optimizer:
-    recipe.check()
-    if not has_optimizer(recipe):
+def _stacked_optimizer(training: Training) -> Optimizer:
+    training.check_optimizer()
+    if not has_optimizer(training):
         raise InvalidSetting(
-            f"the cohort engine knows the optimizers sgd and adam, not {recipe.optimizer!r}; "
+            f"the cohort engine knows the optimizers sgd and adam, not {training.optimizer!r}; "
             'use engine.kind = "serial"'
         )
-    decay, clip = recipe.weight_decay, recipe.clip
-    if recipe.optimizer_class() is torch.optim.Adam:
+    decay = training.weight_decay
+    clip = training.clip if training.clip < math.inf else None
+    if training.optimizer_class() is torch.optim.Adam:
         return Adam(weight_decay=decay, clip=clip)
-    return Sgd(momentum=recipe.momentum, weight_decay=decay, clip=clip)
+    return Sgd(momentum=training.momentum, weight_decay=decay, clip=clip)
 
 
 def _stacked_loss(loss: Loss) -> losses.StackedLoss:

@@ -17,13 +17,15 @@ import numpy as np
 from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
+from cocofl.fl.evaluation import STATISTICS, Evaluation
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
-from cocofl.fl.local import STATISTICS, Task, Workshop
+from cocofl.fl.local import Task, Workshop
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import Populations, scores
 from cocofl.fl.state import Contribution, ServerState
 from cocofl.fl.strategies import Plan, Strategy
+from cocofl.fl.training import Training
 from cocofl.fl.widths import StatisticsWork
 from cocofl.freeze import KernelPlan, check_state
 from cocofl.rng import stream
@@ -32,34 +34,6 @@ from cocofl.runlog import FATES, PLAN, DeviceRecord, Record, RoundRecord, RunFol
 STATUSES = FATES
 # How many devices are asked before a run in which nobody can train is called off.
 _ASKED_AT_MOST = 1000
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate over rounds: multiplied by a factor at some of them."""
-
-    lr: float = 0.1
-    decay_rounds: tuple[int, ...] = ()
-    decay_factor: float = 0.1
-
-    def at(self, round_index: int) -> float:
-        """The learning rate of a round.
-
-        >>> [Schedule(1.0, (2,), 0.5).at(r) for r in range(4)]
-        [1.0, 1.0, 0.5, 0.5]
-        """
-        passed = sum(round_index >= decay for decay in self.decay_rounds)
-        return self.lr * self.decay_factor**passed
-
-
-@dataclass(frozen=True, eq=False)
-class Evaluation:
-    """When and how the server tests its model, and whose classes weigh how much."""
-
-    every: int
-    batch: int
-    statistics: str
-    populations: Populations | None = None
 
 
 class Verdict(NamedTuple):
@@ -93,9 +67,11 @@ class Job:
     initial: ServerState
     rounds: int
     seed: int
-    schedule: Schedule
+    training: Training
     faults: Faults
     evaluation: Evaluation
+    populations: Populations | None
+    """Whose classes weigh how much in groups and devices."""
     deadline_s: float
     checkpoint_every: int = 10
     judge: Judge = only_finite
@@ -184,7 +160,7 @@ def _plan(run: RunInProgress, asked: Sequence[AskedDevice]) -> RoundPlan:
         for one in asked
         if one.fate == "merged"
     ]
-    return RoundPlan(round_index, job.schedule.at(round_index), tasks)
+    return RoundPlan(round_index, job.training.lr_at(round_index), tasks)
 
 
 def task_of(
@@ -195,7 +171,7 @@ def task_of(
     plan = plan or job.strategy.plan(job.federation.situation(device, round_index))
     assert plan is not None, "only devices that have a plan are asked"
     indices, memory = job.federation.partition[device], state.devices.get(device, {})
-    lr = job.schedule.at(round_index)
+    lr = job.training.lr_at(round_index)
     return Task(job.seed, round_index, device, indices, plan.work, lr, memory)
 
 
@@ -318,7 +294,7 @@ def evaluate(
     order = stream(0, "evaluation").permutation(len(job.workshop.materials.test))
     parts: list[Ints] = [order[part] for part in chunks(len(order), settings.batch)]
     sums = executor.test(state, parts, statistics or settings.statistics)
-    return scores(job.workshop.tally, sums, settings.populations)
+    return scores(job.workshop.tally, sums, job.populations)
 
 
 # --- all rounds ----------------------------------------------------------------------------------

@@ -21,16 +21,15 @@ from cocofl.chain import BlockChain, split
 from cocofl.data import Split
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints, batch_stream, mini_batches, tensors
+from cocofl.fl.codec import codec, transmitted
 from cocofl.fl.metrics import Sums, Tally
-from cocofl.fl.recipe import Recipe
 from cocofl.fl.state import Contribution, KeyLayout, Memory, ServerState
+from cocofl.fl.training import Training
 from cocofl.freeze import FrozenNet, KernelPlan, freeze
 from cocofl.models.widths import Place, places
 from cocofl.profiling.subject import Inputs, Subject
 from cocofl.rng import stream
 from cocofl.span import Span
-
-STATISTICS = ("running", "batch")
 
 
 class Work(Protocol):
@@ -68,18 +67,19 @@ class Materials:
     """What a workshop is made of; they travel to worker processes as names and paths."""
 
     subject: Subject
-    recipe: Recipe
+    training: Training
     train: Split
     test: Split
     backend: str = "auto"
     metrics: tuple[str, ...] = ("accuracy", "f1")
+    codec: str = "identity"
 
     def same_as(self, other: Materials) -> bool:
         """Whether a workshop made of these can do what one made of the others can."""
 
         def told(one: Materials) -> tuple[Any, ...]:
             paths = one.train.path, one.test.path
-            return one.subject, one.recipe, one.backend, one.metrics, paths
+            return one.subject, one.training, one.backend, one.metrics, one.codec, paths
 
         return told(self) == told(other)
 
@@ -88,9 +88,10 @@ class Workshop:
     """Models by width, built and split once; the data; the kernel plan that all workshops obey."""
 
     def __init__(self, materials: Materials, plan: KernelPlan | None = None) -> None:
-        self.materials, self.recipe = materials, materials.recipe
+        self.materials, self.training = materials, materials.training
         self.plan = KernelPlan() if plan is None else plan
-        self.loss = self.recipe.loss_function()
+        self.loss = self.training.loss_function()
+        self.codec = codec(materials.codec)
         self.tally = Tally(materials.metrics, materials.test.facts.num_classes)
         self._build = cache(self._build_at)
         self.chain = cache(self._chain_at)
@@ -134,16 +135,30 @@ class Workshop:
         # Dropout draws from PyTorch's global generator: make that the device's own.
         torch.manual_seed(int(task.rng("dropout").integers(2**63)))
         try:
-            return replace(task.work.train(self, task, state), device=task.device)
+            sent = replace(task.work.train(self, task, state), device=task.device)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise one_sample_refused(task.device) from error
+        return self.transmitted(sent, task, state)
+
+    def transmitted(self, sent: Contribution, task: Task, state: ServerState) -> Contribution:
+        """A contribution as the server gets it."""
+        if self.codec.is_exact:
+            return sent
+        places = {} if sent.width == 1.0 else self.places(sent.width)
+        start = {
+            key: state.tensors[key][places.get(key, ...)]
+            for key in sent.tensors
+            if key in state.tensors
+        }
+        memory = {name: state.layout.by_key(own) for name, own in task.memory.items()}
+        return transmitted(self.codec, sent, start, task.rng("codec"), memory)
 
     def batches(self, task: Task) -> list[Ints]:
         """The samples of a task's mini-batches, in order."""
-        recipe, rng = self.recipe, batch_stream(task.seed, task.round_index, task.device)
-        return mini_batches(task.indices, recipe.batch, recipe.last_batch, recipe.epochs, rng)
+        training, rng = self.training, batch_stream(task.seed, task.round_index, task.device)
+        return mini_batches(task.indices, training.batch, training.last_batch, training.epochs, rng)
 
     def load(self, task: Task) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels, one mini-batch at a time."""

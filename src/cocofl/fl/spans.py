@@ -49,7 +49,7 @@ class SpanWork:
         ruled = None if self.rule is None else RuleAtWork(self.rule, named, task, state)
         losses = self._losses(net, workshop, task)
         correct = None if ruled is None else ruled.correct
-        loss = workshop.recipe.descend(named.values(), losses, task.lr, correct)
+        loss = workshop.training.descend(named.values(), losses, task.lr, correct)
         sent, samples = net.update().tensors, len(task.indices)
         if ruled is None:
             return Contribution(sent, samples, loss)

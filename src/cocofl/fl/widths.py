@@ -55,7 +55,7 @@ class WidthWork:
         net.train()
         present = self.present(workshop, task)
         losses = self._losses(net, workshop, task, present)
-        loss = workshop.recipe.descend(net.parameters(), losses, task.lr)
+        loss = workshop.training.descend(net.parameters(), losses, task.lr)
         learned = parameter_keys(workshop.model(self.width))
         sent = {key: t for key, t in net.update().tensors.items() if key in learned}
         rows = {} if present is None else dict.fromkeys(classifier_keys(workshop), present)
@@ -156,7 +156,7 @@ class OrderedWork:
             return result
 
         losses = self._losses(workshop, task, scores)
-        loss = workshop.recipe.descend(parameters.values(), losses, task.lr)
+        loss = workshop.training.descend(parameters.values(), losses, task.lr)
         keys = parameter_keys(workshop.model(widest)).items()
         sent = {key: parameters[first].detach() for key, first in keys}
         for width, own in buffers.items():

@@ -28,7 +28,6 @@ from flwr.clientapp import ClientApp
 from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
-from cocofl.fl.batches import n_batches
 from cocofl.fl.federation import Situation
 from cocofl.fl.local import Task
 from cocofl.fl.state import Tensors
@@ -72,12 +71,12 @@ class Device:
     def play(self, round_index: int, lr: float, state: Tensors) -> bytes:
         """The update of a round; empty if nothing fits this device's budget now."""
         setup, experiment = self._setup, self._setup.experiment
-        recipe = setup.materials.recipe
-        steps = recipe.epochs * n_batches(len(self._indices), recipe.batch, recipe.last_batch)
+        training = setup.materials.training
+        steps = training.steps(len(self._indices))
         situation = Situation(
             self._number,
             round_index,
-            node_budget(self._node, steps * recipe.batch),
+            node_budget(self._node, steps * training.batch),
             stream(experiment.seed, "select", round_index, self._number),
         )
         plan = setup.strategy.plan(situation)

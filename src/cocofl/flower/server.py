@@ -157,12 +157,11 @@ def _of_a_network(job: Job, judge: Judge) -> Job:
     """Without devices of its own: they plan by themselves, and no server knows of groups."""
     classes = job.workshop.materials.test.facts.num_classes
     uniform = np.full((1, classes), 1 / classes)
-    evaluation = replace(job.evaluation, populations=Populations((), uniform[:0], uniform))
     # What is finished is kept at once: a server may be killed at any time.
     return replace(
         job,
         federation=None,
-        evaluation=evaluation,
+        populations=Populations((), uniform[:0], uniform),
         deadline_s=0.0,
         checkpoint_every=1,
         judge=judge,

@@ -12,17 +12,9 @@ from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher, run
 from cocofl.errors import InvalidExperiment
-from cocofl.experiment import (
-    Run,
-    Setup,
-    engine_kind,
-    load_data,
-    machine_plan,
-    make_executor,
-    open_folder,
-    rounds_of,
-    simulate,
-)
+from cocofl.experiment.engines import engine_kind, machine_plan, make_executor
+from cocofl.experiment.runs import Run, open_folder, simulate
+from cocofl.experiment.setup import Setup, load_data, rounds_of
 from cocofl.fl.strategies import facts_of
 
 DEVICES_AT_ONCE = 40
@@ -36,7 +28,7 @@ Announce = Callable[[Sequence[Path], int], None]
 """Is told which folders' runs begin, and how many rounds the first has."""
 
 
-def simulate_together(
+def simulate_batch(
     experiments: Mapping[Path, Experiment],
     *,
     resume: bool = False,
@@ -58,7 +50,9 @@ def simulate_together(
     own = executor or make_executor(first)
     found: dict[Path, Run] = {}
     try:
-        for some in groups(experiments) if isinstance(own, CohortExecutor) else _each(experiments):
+        for some in (
+            batch_groups(experiments) if isinstance(own, CohortExecutor) else _each(experiments)
+        ):
             announce(list(some), rounds_of(next(iter(some.values()))))
             if len(some) > 1:
                 assert isinstance(own, CohortExecutor)
@@ -84,7 +78,7 @@ def in_short(names: Sequence[str]) -> str:
     return f"{first} and {len(others)} more" if others else first
 
 
-def groups(experiments: Mapping[Path, Experiment]) -> list[dict[Path, Experiment]]:
+def batch_groups(experiments: Mapping[Path, Experiment]) -> list[dict[Path, Experiment]]:
     """Which of them a cohort plays at once: never more than ``DEVICES_AT_ONCE`` devices."""
     found: list[dict[Path, Experiment]] = []
     for path, one in experiments.items():
