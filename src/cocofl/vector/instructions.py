@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from cocofl.freeze.grids import GRADIENT, OUTPUT
 from cocofl.freeze.kernels import Geometry
-from cocofl.freeze.lowering import ActOp, CatOp, MapOp, NodeOp
+from cocofl.freeze.operations import ActOp, CatOp, MapOp, NodeOp
 from cocofl.numerics import StackedGrid
 from cocofl.vector.fused import attention_for, chains_for, linear_for
 from cocofl.vector.kernels import Activation, Dropping
@@ -84,7 +84,16 @@ class Layer(OfOperation):
     weight: Slot | None
     bias: Slot | None
     norm: NormSpec | None
-    geometry: Geometry | None
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """None for a product along the last axis."""
+        return self.op.geometry
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether kernels have its values in another shape than others."""
+        return self.op.kind is not None and self.op.kind.reshapes
 
     @property
     def learned(self) -> tuple[Slot | None, ...]:
@@ -95,7 +104,7 @@ class Layer(OfOperation):
     @property
     def image(self) -> bool:
         """Whether channels come before height and width; a linear layer's come last."""
-        return self.weight is None or self.geometry is not None
+        return self.geometry is not None
 
     @property
     def activation(self) -> Activation:
@@ -105,16 +114,20 @@ class Layer(OfOperation):
 
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
-        y = run.coded(env, self.op.x, self.block)
+        y = self._to_image(run.coded(env, self.op.x, self.block))
         if self.weight is not None:
-            y = stacked_layer(
-                y,
-                run.weights[self.name],
-                self.geometry,
-                run.asked(self.block),
-                run.beside(self.weight),
-            )
-        return self.finish(y, env, run)
+            weights = run.weights[self.name]
+            if self.reshapes:
+                weights = Weights(*map(self._to_image, weights))
+            asked, beside = run.asked(self.block), run.beside(self.weight)
+            y = stacked_layer(y, weights, self.geometry, asked, beside)
+        return self._from_image(self.finish(y, env, run))
+
+    def _to_image(self, x: Tensor) -> Tensor:
+        return x if self.op.kind is None else self.op.kind.to_image(x)
+
+    def _from_image(self, y: Tensor) -> Tensor:
+        return y if self.op.kind is None else self.op.kind.from_image(y)
 
     def kernel_grid(self, run: Run) -> StackedGrid | None:
         """What its kernel rounds gradients to: grids that are known, with no ReLU before them."""
@@ -137,7 +150,9 @@ class Layer(OfOperation):
             gradient if not is_begun or self.kernel_grid(run) is None else gradient.idle(),
             is_begun,
         )
-        addend = None if op.addend is None else run.coded(env, op.addend, self.block)
+        addend = None
+        if op.addend is not None:
+            addend = self._to_image(run.coded(env, op.addend, self.block))
         offset = bias if norm is None and not is_begun else None
         return finished(y, addend, offset, norm, finish, image=self.image)
 
@@ -191,6 +206,7 @@ class Rectify(OfOperation):
     def __call__(self, env: Environment, run: Run) -> Tensor:
         """See :class:`Instruction`."""
         x, upper = env[self.op.x], self.op.activation.upper
+        # Not a clamp, whose gradient at the very bounds is another.
         y = F.relu(x) if upper is None else F.hardtanh(x, 0.0, upper)
         settled: Tensor = run.settle(self.name, y, self.block)
         return settled

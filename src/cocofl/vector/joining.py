@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TypeGuard, TypeVar
 
-from torch.utils import _pytree as pytree
-
-from cocofl.freeze.lowering import LoweredBlock, ValueName, is_sum_of_maps
+from cocofl.freeze.lowering import is_sum_of_maps
+from cocofl.freeze.operations import LoweredBlock
+from cocofl.freeze.scheme import named_values
 from cocofl.vector.instructions import (
     Drop,
     Instruction,
@@ -64,6 +64,7 @@ def _is_linear(one: Instruction) -> TypeGuard[Layer]:
         and one.geometry is None
         and one.norm is None
         and one.op.addend is None
+        and not one.reshapes
     )
 
 
@@ -83,10 +84,9 @@ class _Joiner:
     ) -> None:
         self._lowered = lowered
         self._made = {one.name: one for one in instructions}
-        self._measured = {value for _, value in sites.values}
+        self._measured = sites.values
         self.readers = Counter(x for low in lowered for op in low.operations for x in op.inputs)
-        ends = pytree.tree_leaves(lowered[-1].outputs)
-        self.readers.update(x for x in ends if isinstance(x, ValueName))
+        self.readers.update(named_values(lowered[-1].outputs))
         self.taken: set[str] = set()
 
     def norm(self, norm: NormaliseSamples) -> NormaliseSum:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.numerics import StackedGrid
@@ -30,17 +30,6 @@ from cocofl.vector.streams import Beside
 _FEW = 64
 # Enough tiles of a matrix product to keep a large GPU busy; a sum over fewer rows is not split.
 _TILES, _TILE, _ROWS = 264, 64, 512
-
-
-def geometry_of(layer: nn.Conv2d) -> Geometry:
-    """How a convolution walks."""
-    assert not isinstance(layer.padding, str)
-    return Geometry(
-        (layer.stride[0], layer.stride[1]),
-        (layer.padding[0], layer.padding[1]),
-        (layer.dilation[0], layer.dilation[1]),
-        layer.groups,
-    )
 
 
 def rows_of(x: Tensor, *, image: bool = True) -> Tensor:

@@ -18,9 +18,9 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from cocofl.freeze.block_copy import copy_block
 from cocofl.freeze.floating import with_batch_statistics
-from cocofl.freeze.lowering import NodeOp
-from cocofl.freeze.twins import twin
+from cocofl.freeze.operations import NodeOp
 from cocofl.vector.slots import ChainSlots, Slot
 from cocofl.vector.trial import attribute_of, call_nodes
 
@@ -46,9 +46,9 @@ class Modes:
             return block.to(on).requires_grad_(False)
 
         self.original = graph
-        self.frozen = made(twin(graph, {}).eval())
-        self.trained = made(twin(graph, {}).train())
-        self.still = made(with_batch_statistics(twin(graph, {}).train()))
+        self.frozen = made(copy_block(graph, {}).eval())
+        self.trained = made(copy_block(graph, {}).train())
+        self.still = made(with_batch_statistics(copy_block(graph, {}).train()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,17 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from cocofl.chain import BlockChain
-from cocofl.freeze.lowering import (
-    ActOp,
-    CatOp,
-    LoweredBlock,
-    MapOp,
-    NodeOp,
-    Operation,
-    ValueName,
-    is_plain,
-    lower,
-)
+from cocofl.freeze import Network
+from cocofl.freeze.layers import is_plain
+from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, Operation, ValueName
+from cocofl.freeze.scheme import named_values
 from cocofl.vector.instructions import (
     Attend,
     Concatenate,
@@ -39,7 +32,6 @@ from cocofl.vector.instructions import (
     Score,
 )
 from cocofl.vector.joining import joined
-from cocofl.vector.maps import geometry_of
 from cocofl.vector.nodes import LOOPED, Modes, NodeCall, Piece
 from cocofl.vector.rounding import Rounder, Sites
 from cocofl.vector.run import Environment, NormSpec, Run
@@ -50,17 +42,18 @@ from cocofl.vector.trial import values_on_example
 class Program:
     """The instructions of a chain, in order, and where its tensors lie."""
 
-    def __init__(self, chain: BlockChain, on: torch.device) -> None:
-        plain, lowered = lower(chain), lower(chain, keep_dropout=True)
-        self.n_blocks = len(chain)
+    def __init__(self, chain: BlockChain | Network, on: torch.device) -> None:
+        network = Network.of(chain)
+        chain, lowered = network.chain, network.with_dropout.blocks
+        self.n_blocks = len(network)
         self.slots = ChainSlots.of(chain)
-        self.sites = Sites(plain)
-        self.rounder = Rounder(chain, lowered, self.sites)
+        self.sites = Sites(network)
+        self.rounder = Rounder(network, self.sites)
         self.inputs, self._outputs = lowered[0].inputs, lowered[-1].outputs
         self.instructions = _Builder(chain, lowered, self.slots, on).build(self.sites)
         nodes = [i.call for i in self.instructions if isinstance(i, Node)]
         self.layers = [i for one in self.instructions for i in _layers(one)]
-        self.lone_norms = _lone_norms(self.layers, chain)
+        self.lone_norms = _lone_norms(self.layers, network)
         """BatchNorms that find one value per channel in a sample: of one sample no variance."""
         self._counted = [name for made in self.instructions for name in made.counted]
         self.channels = self.channels_in(chain)
@@ -75,7 +68,7 @@ class Program:
 
     def channels_in(self, narrow: BlockChain) -> dict[str, int]:
         """The same for a narrower network, whose values have the same names."""
-        shapes = _shapes(narrow)
+        shapes = Network.of(narrow).with_dropout.shapes
         return {name: shapes[name][-1] for name in self._counted if name in shapes}
 
     def __call__(self, inputs: tuple[Any, ...], run: Run) -> Any:
@@ -88,22 +81,17 @@ class Program:
         )
 
 
-def score_count(chain: BlockChain) -> int | None:
+def score_count(chain: BlockChain | Network) -> int | None:
     """How many scores a network gives, where it returns nothing but a tensor of them."""
-    returned = lower(chain, keep_dropout=True)[-1].outputs
-    shape = _shapes(chain).get(returned, ()) if isinstance(returned, ValueName) else ()
+    lowered = Network.of(chain).with_dropout
+    returned = lowered.blocks[-1].outputs
+    shape = lowered.shapes.get(returned, ()) if isinstance(returned, ValueName) else ()
     return shape[-1] if len(shape) > 1 else None
 
 
-def _shapes(chain: BlockChain) -> dict[str, tuple[int, ...]]:
-    """Of all values, on the example."""
-    lowered = lower(chain, keep_dropout=True)
-    return {name: shape for low in lowered for name, shape in low.shapes.items()}
-
-
-def _lone_norms(layers: Sequence[Layer | Normalise], chain: BlockChain) -> list[Layer | Normalise]:
-    assert chain.example is not None
-    shapes, samples = _shapes(chain), len(chain.example[0])
+def _lone_norms(layers: Sequence[Layer | Normalise], network: Network) -> list[Layer | Normalise]:
+    assert network.chain.example is not None
+    shapes, samples = network.with_dropout.shapes, len(network.chain.example[0])
     normed = [layer for layer in layers if layer.norm is not None]
     return [i for i in normed if math.prod(shapes[i.name]) == samples * shapes[i.name][1]]
 
@@ -142,8 +130,8 @@ class _Builder:
         for block, low in enumerate(self._lowered):
             for op in low.operations:
                 self._add(op, block)
-        for leaf in pytree.tree_leaves(self._lowered[-1].outputs):
-            if isinstance(leaf, ValueName) and leaf in self._inlined:
+        for leaf in named_values(self._lowered[-1].outputs):
+            if leaf in self._inlined:
                 self._materialise(leaf, self._lowered_block_of(leaf))
         return joined(self._made, self._lowered, sites)
 
@@ -174,11 +162,9 @@ class _Builder:
         find, graph = self._slots.parameters.find, self._graphs[block]
         norm = None if op.norm is None else self._norm(graph.get_submodule(op.norm))
         if op.layer is None:
-            return Layer(op, block, None, None, norm, None)
-        layer = graph.get_submodule(op.layer)
-        assert isinstance(layer, nn.Conv2d | nn.Linear)
-        geometry = geometry_of(layer) if isinstance(layer, nn.Conv2d) else None
-        return Layer(op, block, find(layer.weight), find(layer.bias), norm, geometry)
+            return Layer(op, block, None, None, norm)
+        layer: Any = graph.get_submodule(op.layer)
+        return Layer(op, block, find(layer.weight), find(layer.bias), norm)
 
     def _norm(self, norm: nn.Module) -> NormSpec:
         assert isinstance(norm, _BatchNorm)

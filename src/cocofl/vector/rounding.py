@@ -2,7 +2,7 @@
 
 A *tap* is a place of the shared computation where a value or a gradient may be rounded. Which of
 a chain's taps a device uses depends on the blocks it trains: on the frozen region before them and
-on the passing regions after them, each of which :func:`~cocofl.freeze.speech.roundings` knows.
+on the passing regions after them, each of which has its quantization scheme.
 Devices that train other blocks differ in numbers only, so they share one computation.
 """
 
@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from cocofl.chain import BlockChain
-from cocofl.freeze.grids import GRADIENT, OUTPUT, Grids, scale_key
-from cocofl.freeze.lowering import LoweredBlock, NodeOp, ValueName
-from cocofl.freeze.net import region_borders
-from cocofl.freeze.speech import Rounding, Roundings, roundings
+from cocofl.freeze import Network
+from cocofl.freeze.grids import GRADIENT, OUTPUT, Rounding, scale_key
+from cocofl.freeze.operations import LoweredBlock, NodeOp
+from cocofl.freeze.scheme import QuantizationScheme
 from cocofl.numerics import StackedGrid, stacked_grid
 from cocofl.span import Blocks, Role
 from cocofl.vector.fused import kernels_for
@@ -42,9 +40,9 @@ Taps = dict[Tap, Rounding]
 class Sites:
     """The scales of a chain: which there are, and their places in one row of numbers."""
 
-    def __init__(self, plain: Sequence[LoweredBlock]) -> None:
-        self.values = [(i, site) for i, low in enumerate(plain) for site in low.sites]
-        self.keys = [scale_key(v, way) for _, v in self.values for way in (OUTPUT, GRADIENT)]
+    def __init__(self, network: Network) -> None:
+        self.values = frozenset(site for low in network.lowered.blocks for site in low.sites)
+        self.keys = network.scale_keys
         self.place = {key: i for i, key in enumerate(self.keys)}
 
 
@@ -57,10 +55,9 @@ def region_ends(blocks: Blocks, n_blocks: int) -> frozenset[int]:
 class Rounder:
     """The taps of a chain, whatever blocks are trained."""
 
-    def __init__(self, chain: BlockChain, lowered: Sequence[LoweredBlock], sites: Sites) -> None:
-        self._chain, self._lowered, self._sites = chain, tuple(lowered), sites
-        self._positive = frozenset[str]().union(*(low.non_negative for low in lowered))
-        self._stands_for = _dropped(lowered)
+    def __init__(self, network: Network, sites: Sites) -> None:
+        self._lowered, self._sites, self._n_blocks = network.with_dropout, sites, len(network)
+        self._stands_for = _dropped(self._lowered.blocks)
         self._region = cache(self._taps_of)
         self.taps = cache(self._taps_under)
         self.possible = cache(self._possible_taps)
@@ -69,7 +66,7 @@ class Rounder:
     def _taps_under(self, blocks: Blocks, known: frozenset[str]) -> Taps:
         """What a ``qff`` device that trains these rounds, if the server knows these scales."""
         found: Taps = {}
-        for region, role in blocks.regions(len(self._chain)):
+        for region, role in blocks.regions(self._n_blocks):
             if role is not Role.TRAINED:
                 found |= self._region(region, role is Role.PASSING, known)
         return found
@@ -93,7 +90,7 @@ class Rounder:
 
     def _regions(self, known: frozenset[str], ends: frozenset[int]) -> Iterator[Taps]:
         """The taps of each region that a device may have."""
-        n = len(self._chain)
+        n = self._n_blocks
         for border in range(1, n):
             yield self._region(range(border), False, known)
             for end in {n, *ends}:
@@ -102,40 +99,39 @@ class Rounder:
     def _taps_of(self, blocks: range, passing: bool, known: frozenset[str]) -> Taps:
         if not blocks:
             return {}
-        operations = [op for i in blocks for op in self._lowered[i].operations]
-        borders = region_borders(self._chain, blocks, self._lowered)
-        ends = [x for x in pytree.tree_leaves(borders.returned) if isinstance(x, ValueName)]
-        grids = Grids(operations, self._positive, self._scales(known), headroom=1.0)
-        taken = list(borders.taken.values())
-        found: Roundings = roundings(
-            operations, grids, taken, list(dict.fromkeys(ends)), passing=passing
-        )
-        kinds = {
-            CONVERSION: found.conversions,
-            OUTPUT: found.outputs,
-            GRADIENT: found.gradients,
-        }
+        scheme = self._lowered.scheme(blocks, passing, self._with_dropped(known))
         return {
-            Tap(kind, value): Rounding(tuple(map(self._own_key, r.keys)), r.unsigned)
-            for kind, group in kinds.items()
-            for value, r in group.items()
+            tap: Rounding(tuple(map(self._own_key, r.keys)), r.unsigned)
+            for tap, r in _taps_in(scheme)
         }
 
-    def _scales(self, known: frozenset[str]) -> dict[str, float]:
-        """Scales by key, also of what dropout makes of a value; only their presence counts here."""
-        also = {
+    def _with_dropped(self, known: frozenset[str]) -> frozenset[str]:
+        """Also the scales of what dropout makes of a value."""
+        return known | {
             scale_key(made, way)
             for made, value in self._stands_for.items()
             for way in (OUTPUT, GRADIENT)
             if scale_key(value, way) in known
         }
-        return dict.fromkeys(known | also, 1.0)
 
     def _own_key(self, key: str) -> str:
         if key in self._sites.place:
             return key
         value, _, way = key.removeprefix("scales.").rpartition(".")
         return scale_key(self._stands_for[value], way)
+
+
+def _taps_in(scheme: QuantizationScheme) -> Iterator[tuple[Tap, Rounding]]:
+    """Where the steps of a region round."""
+    for step in scheme.steps:
+        if step.op is None and step.output is not None:
+            yield Tap(CONVERSION, step.inputs[0]), step.output
+        elif step.output is not None:
+            yield Tap(OUTPUT, step.name), step.output
+        if step.passes_gradient and step.gradient is not None and not step.gradient_in_codes:
+            yield Tap(GRADIENT, step.name), step.gradient
+        if step.input_gradient is not None:
+            yield Tap(GRADIENT, step.inputs[0]), step.input_gradient
 
 
 def _dropped(lowered: Iterable[LoweredBlock]) -> dict[str, str]:

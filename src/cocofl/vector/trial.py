@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from cocofl.chain import BlockChain
-from cocofl.freeze.lowering import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, Operation
+from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, Operation
 
 _SAMPLES = 3
 
@@ -48,9 +48,9 @@ def _result(op: Operation, graph: fx.GraphModule, env: dict[str, Any]) -> Any:
         for path in (op.layer, op.norm):
             y = y if path is None else graph.get_submodule(path)(y)
         y = y if op.addend is None else y + env[op.addend]
-        return y if op.activation is None else y.clamp(0, op.activation.upper)
+        return y if op.activation is None else op.activation(y)
     if isinstance(op, ActOp):
-        return env[op.x].clamp(0, op.activation.upper)
+        return op.activation(env[op.x])
     if isinstance(op, CatOp):
         return torch.cat([env[name] for name in op.inputs], op.dim)
     if op.drops:

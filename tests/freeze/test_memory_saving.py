@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cocofl import Span, freeze, split
-from cocofl.freeze.lean import lean_blocks
+from cocofl.freeze import Network
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, stride=2, padding=1)])
@@ -21,7 +21,7 @@ def test_pooling_before_relu_and_flattening_change_no_number(pool: nn.Module) ->
     )
     x = torch.randn(4, 3, 16, 16)
     chain = split(copy.deepcopy(model), x)
-    order = [str(node.target) for node in lean_blocks(chain)[0].graph.nodes]
+    order = [str(node.target) for node in Network(chain).trained_blocks[0].graph.nodes]
     assert any("relu" in target for target in order[order.index("0.3") :]), order
     net = freeze(chain, Span(0, len(chain)), variant="f").train()
     ours, plain = net(x), model.train()(x)

@@ -11,28 +11,20 @@ from __future__ import annotations
 
 import operator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cocofl.chain import BlockChain, GraphBlock
+from cocofl.chain import GraphBlock
 
 _RELUS = {nn.ReLU, F.relu, torch.relu, "relu"}
 _SUMS = {operator.add, torch.add}
-_REWRITTEN: WeakKeyDictionary[BlockChain, tuple[nn.Module, ...]] = WeakKeyDictionary()
 
 
-def lean_blocks(chain: BlockChain) -> tuple[nn.Module, ...]:
-    """The chain's blocks, sharing its modules and keys, rewritten where that saves memory."""
-    if chain not in _REWRITTEN:
-        _REWRITTEN[chain] = tuple(_lean(block) for block in chain.blocks)
-    return _REWRITTEN[chain]
-
-
-def _lean(block: nn.Module) -> nn.Module:
+def memory_saving(block: nn.Module) -> nn.Module:
+    """The block, sharing its modules and keys, rewritten where that saves memory."""
     if not isinstance(block, GraphBlock):
         return block
     graph = fx.Graph()

@@ -10,21 +10,21 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 
-def twin(block: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+def copy_block(block: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """The block with its tensors cloned, taken from ``state`` where it has them.
 
-    What is shared inside the block (a layer, a tied weight) is shared inside the twin. Copying a
+    What is shared inside the block (a layer, a tied weight) is shared inside the copy. Copying a
     traced block with ``deepcopy`` would generate its code anew; this shares it.
     """
     made: dict[int, Any] = {}
-    result = _twin(block, state, "", made)
+    result = _copied(block, state, "", made)
     for module in block.modules():
         if not isinstance(module, fx.GraphModule):
             _copy_attributes(module, made)
     return result
 
 
-def _twin(
+def _copied(
     module: nn.Module, state: Mapping[str, Tensor], prefix: str, made: dict[int, Any]
 ) -> nn.Module:
     if id(module) in made:
@@ -45,14 +45,14 @@ def _twin(
     }
     result._buffers = {n: None if b is None else made[id(b)] for n, b in module._buffers.items()}
     result._modules = {
-        name: None if child is None else _twin(child, state, f"{prefix}{name}.", made)
+        name: None if child is None else _copied(child, state, f"{prefix}{name}.", made)
         for name, child in module._modules.items()
     }
     return result
 
 
 def _copy_attributes(module: nn.Module, made: dict[int, Any]) -> None:
-    """Let attributes of the twin refer to the twin: bound methods, lists of weights or layers."""
+    """Let attributes of the copy refer to the copy: bound methods, lists of weights or layers."""
     own = vars(made[id(module)])
     for name, value in vars(module).items():
         if name not in _REGISTRIES and not isinstance(value, _UNCHANGED) and not _is_empty(value):
