@@ -32,10 +32,19 @@ from cocofl.fl.widths import OrderedWork
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.span import Blocks
-from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Program, Rows, Sgd, losses
-from cocofl.vector.agreement import disagreement
-from cocofl.vector.memory import devices_that_fit
-from cocofl.vector.precision import Precision
+from cocofl.vector import (
+    Adam,
+    Cohort,
+    DeviceWork,
+    Optimizer,
+    Precision,
+    Program,
+    Rows,
+    Sgd,
+    devices_that_fit,
+    disagreement,
+    losses,
+)
 
 _SCALE_BYTES = 4
 
@@ -314,7 +323,7 @@ class CohortExecutor:
             some = tasks[first : first + cohort.devices]
             batches = [self._workshop.batches(task) for task in some]
             cohort.measure_statistics(rows, *_mini_batches(batches, cohort.batch))
-            slots, found = cohort.program.slots.statistics, cohort.statistics.cpu()
+            slots, found = cohort.program.layout.statistics, cohort.statistics.cpu()
             for d, task in enumerate(some):
                 sent = {key: slot.of(found)[d] for key, slot in slots.by_key.items()}
                 yield Contribution(sent, len(task.indices))

@@ -14,8 +14,7 @@ from cocofl.engine.resident import ResidentSplit
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import norms_of
 from cocofl.fl.merge import SCALE_PREFIX
-from cocofl.vector.graphs import Graphs
-from cocofl.vector.precision import Precision
+from cocofl.vector import Graphs, Precision
 
 
 class Examiner:

@@ -22,11 +22,16 @@ from cocofl.fl.widths import (
 )
 from cocofl.models import MODELS
 from cocofl.models.widths import Place
-from cocofl.vector import Cohort, DeviceWork, Rows
-from cocofl.vector.agreement import Narrowing
-from cocofl.vector.levels import WHOLE, factor_row
-from cocofl.vector.program import score_count
-from cocofl.vector.slots import Slots
+from cocofl.vector import (
+    WHOLE,
+    Cohort,
+    DeviceWork,
+    Narrowing,
+    RowLayout,
+    Rows,
+    factor_row,
+    score_count,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +102,7 @@ class NarrowNetworks:
         self._left: dict[int, tuple[Mapping[str, Tensor], dict[float, Tensor]]] = {}
         # Not methods, so that nothing here refers to itself, and a cohort's memory is free at once.
         self._parameter_bytes = cache(partial(_parameter_bytes, workshop))
-        tracked = cohort.program.slots.statistics.by_key.keys()
+        tracked = cohort.program.layout.statistics.by_key.keys()
         self._statistic_bytes = cache(partial(_statistic_bytes, workshop, tracked))
         self._fresh = cache(partial(_statistics_row, workshop, cohort))
 
@@ -112,7 +117,7 @@ class NarrowNetworks:
                 tensors = ("weight", "bias")
                 factors = {f"{name}.{t}": 1.0 / width for name in names for t in tensors}
             program, shop = self._cohort.program, self._workshop
-            row = factor_row(program.slots.parameters, shop.places(width), factors)
+            row = factor_row(program.layout.parameters, shop.places(width), factors)
             channels = program.channels_in(shop.chain(width))
             self._numbers[wanted] = self._cohort.add_level(row, channels)
         return self._numbers[wanted]
@@ -160,7 +165,7 @@ class NarrowNetworks:
         return known | {width: self._row_at(state, width) for width in missing}
 
     def _row_at(self, state: Mapping[str, Tensor], width: float) -> Tensor:
-        keys = self._cohort.program.slots.statistics.by_key
+        keys = self._cohort.program.layout.statistics.by_key
         own = {key: state.get(statistics_key(key, width)) for key in keys}
         there = {key: t for key, t in own.items() if t is not None}
         if not there:
@@ -197,7 +202,7 @@ class NarrowNetworks:
 
     def tensors(self, own: Narrowed) -> State:
         """What a device sends, by key."""
-        kinds, width = self._cohort.program.slots, self.width(own.level)
+        kinds, width = self._cohort.program.layout, self.width(own.level)
         found = _at_places(kinds.parameters, own.parameters, self._workshop.places(width))
         for level, row in own.statistics.items():
             places = self._workshop.places(self.width(level))
@@ -215,7 +220,7 @@ class NarrowNetworks:
         """By place of a row of parameters, how many samples a device speaks for."""
         assert self._cohort.levels is not None
         votes = self._cohort.levels.there([own.level])[0] * float(own.samples)
-        slots = self._cohort.program.slots.parameters.by_key
+        slots = self._cohort.program.layout.parameters.by_key
         places = self._workshop.places(self.width(own.level))
         for key, rows in self.voting_rows(own).items():
             if key in slots:
@@ -251,7 +256,7 @@ class NarrowNetworks:
         rows = Rows(mean[None], statistics, old.scales)
         merged = dict(state) | cohort.state_of(rows.on_the_host())
         for width, row in averaged.items():
-            kind, places = cohort.program.slots.statistics, self._workshop.places(width)
+            kind, places = cohort.program.layout.statistics, self._workshop.places(width)
             narrower = _at_places(kind, row.cpu(), places)
             merged |= {statistics_key(key, width): t for key, t in narrower.items()}
         if known := self._left.get(id(state), (state, {}))[1] | averaged:
@@ -263,7 +268,7 @@ def _statistics_row(
     workshop: Workshop, cohort: Cohort, width: float, own: Mapping[str, Tensor] | None = None
 ) -> Tensor:
     """Statistics of a narrower network at their places in the full one; fresh ones by default."""
-    slots, found = cohort.program.slots.statistics, {}
+    slots, found = cohort.program.layout.statistics, {}
     there, places = workshop.model(width).state_dict() | dict(own or {}), workshop.places(width)
     for key, slot in slots.by_key.items():
         found[key] = torch.zeros(slot.shape)
@@ -281,7 +286,7 @@ def _statistic_bytes(workshop: Workshop, tracked: Container[str], width: float) 
     return sum(t.nbytes for key, t in buffers if key in tracked)
 
 
-def _at_places(slots: Slots, row: Tensor, places: Mapping[str, Place]) -> State:
+def _at_places(slots: RowLayout, row: Tensor, places: Mapping[str, Place]) -> State:
     return {
         key: slot.of(row[None])[0][places[key]].clone().cpu() for key, slot in slots.by_key.items()
     }
