@@ -19,7 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from cocofl.errors import InvalidExperiment
 from cocofl.fl.batches import LAST_BATCH
 from cocofl.fl.local import STATISTICS
-from cocofl.freeze import BACKENDS
+from cocofl.freeze import backend_names
 from cocofl.named import nearest
 from cocofl.vector import PRECISIONS
 
@@ -167,7 +167,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         _check_choice("engine.kind", self.kind, ENGINES)
         _check("engine.workers", self.workers, least=0, most=MAX_WORKERS)
-        _check_choice("engine.kernels", self.kernels, BACKENDS)
+        _check_choice("engine.kernels", self.kernels, backend_names())
         _check("engine.checkpoint_every", self.checkpoint_every, least=1)
         _check_choice("engine.precision", self.precision, PRECISIONS)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):

@@ -14,7 +14,7 @@ from cocofl.errors import InvalidSetting, InvalidSpan
 from cocofl.freeze.block_copy import copy_block
 from cocofl.freeze.floating import fused, with_batch_statistics
 from cocofl.freeze.kernel_plan import KernelPlan
-from cocofl.freeze.kernels import kernel, safe_weight_bits
+from cocofl.freeze.kernels import backend_names, kernel, safe_weight_bits
 from cocofl.freeze.network import Network
 from cocofl.freeze.observe import ScaleMeter
 from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings, OperationInfo
@@ -23,8 +23,6 @@ from cocofl.numerics import HEADROOM
 from cocofl.span import Blocks, Role
 
 VARIANTS = ("f", "ff", "qff")
-BACKENDS = ("auto", "reference", "onednn", "legacy")
-
 _DEFAULT_PLAN = KernelPlan()
 
 
@@ -60,7 +58,7 @@ def freeze(
         raise InvalidSpan(f"the span is {blocks!r}; expected one such as cocofl.Span(2, 4)")
     blocks.check_fits(len(network))
     _check_choice("variant", variant, VARIANTS)
-    _check_choice("backend", backend, BACKENDS)
+    _check_choice("backend", backend, backend_names())
     if not 1 <= headroom < math.inf:
         raise InvalidSetting(f"headroom is {headroom}; a grid needs at least its measured range, 1")
     if weight_bits not in {None, 7, 8}:

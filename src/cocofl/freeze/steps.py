@@ -18,6 +18,7 @@ from cocofl.chain.trace import is_layer
 from cocofl.errors import InvalidExample
 from cocofl.freeze.block_copy import copy_block
 from cocofl.freeze.kernels import Prepared
+from cocofl.freeze.nodes import node_function, run_nodes
 from cocofl.freeze.operations import Activation, NodeOp
 from cocofl.numerics import (
     LARGEST_CODE,
@@ -287,7 +288,7 @@ class NodeStep(Step):
 
     def __init__(self, op: NodeOp, block: nn.Module) -> None:
         self.name, self.inputs, self._layout = op.name, op.inputs, op.layout
-        self._names, self._calls = op.names, [(node, _callable(node, block)) for node in op.nodes]
+        self._op, self._functions = op, {node: _function(node, block) for node in op.nodes}
         self._overwrites = op.overwrites
 
     def forward(self, env: Environment) -> Any:
@@ -304,14 +305,7 @@ class NodeStep(Step):
         return value.clone() if self._overwrites and isinstance(value, Tensor) else value
 
     def _apply(self, read: Callable[[str], Any]) -> Any:
-        made: dict[fx.Node, Any] = {}
-
-        def value(node: fx.Node) -> Any:
-            return made[node] if node in made else read(self._names[node])
-
-        for node, call in self._calls:
-            made[node] = call(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
-        return made[self._calls[-1][0]]
+        return run_nodes(self._op, read, self._functions.__getitem__)
 
     def record(self, env: Environment) -> tuple[Any, Any]:
         """Keeps autograd's graph of this node, if a gradient can pass it."""
@@ -364,22 +358,16 @@ def _recode(result: Any, grid: Grid) -> Any:
     return result
 
 
-def _callable(node: fx.Node, block: nn.Module) -> Callable[..., Any]:
-    """What a node calls, with modules copied and put into evaluation mode."""
-    if node.op == "call_module":
-        module = copy_block(block.get_submodule(str(node.target)), {}).eval().requires_grad_(False)
+def _function(node: fx.Node, block: nn.Module) -> Callable[..., Any]:
+    """What a node calls, with modules and tensors copied and modules in evaluation mode."""
+    function = node_function(node, block)
+    if isinstance(function, nn.Module):
+        module = copy_block(function, {}).eval().requires_grad_(False)
         return module if is_layer(module) else _on_contiguous(module)
-    if node.op == "call_method":
-        # A view of channels-last images may not exist; nobody writes through it here.
-        method = "reshape" if node.target == "view" else str(node.target)
-        return lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs)
-    if node.op == "get_attr":
-        if node.target == "training":
-            return lambda: False
-        constant = _attribute(block, str(node.target))
+    if node.op == "get_attr" and isinstance(value := function(), Tensor):
+        constant = value.detach().clone()
         return lambda: constant
-    assert callable(node.target)
-    return node.target
+    return function
 
 
 def _on_contiguous(module: nn.Module) -> Callable[..., Any]:
@@ -392,11 +380,3 @@ def _on_contiguous(module: nn.Module) -> Callable[..., Any]:
         return module(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
 
     return call
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    """A copy of the parameter, buffer or constant at a dotted path."""
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value.detach().clone() if isinstance(value, Tensor) else value

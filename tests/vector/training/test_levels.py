@@ -17,7 +17,7 @@ from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Sgd
 from cocofl.vector.training.levels import factor_row
-from tests.vector.serial import Round, draw_round, torch_optimizer, with_biases
+from tests.vector.serial import Round, draw_round, with_biases
 
 WIDTHS = (0.25, 0.5, 1.0)
 BATCH, SAMPLES, LR = 8, 40, 0.05
@@ -74,7 +74,7 @@ def alone(
     parameters = {
         key: nn.Parameter(state[key][at[key]].clone()) for key, _ in widest.named_parameters()
     }
-    optimizer = torch_optimizer(settings, parameters.values(), one.works[device].lr)
+    optimizer = settings.for_one_device(parameters.values(), one.works[device].lr)
     for step, width in enumerate(widths):
         chosen = one.indices[step, device, : one.valid[step, device]]
         model = network(name, width).train()

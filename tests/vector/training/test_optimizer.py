@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cocofl.vector import Adam, Optimizer, Sgd
-from tests.vector.serial import torch_optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignDescent(Optimizer):
+    """An optimizer of one's own: steps of one length along a mean gradient's signs."""
+
+    inertia: float = 0.9
+
+    def memory(self, parameters: Tensor) -> tuple[Tensor, ...]:
+        return (torch.zeros_like(parameters),)
+
+    def direction(
+        self, gradients: Tensor, memory: tuple[Tensor, ...], lr: Tensor, learns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        (mean,) = memory
+        mean.copy_(torch.where(learns, torch.lerp(gradients, mean, self.inertia), mean))
+        return mean.sign(), lr
+
 
 PLACES = 7
 VALID = [[4, 0, 4, 0], [4, 4, 0, 0], [1, 4, 0, 0], [4, 2, 3, 0]]  # by step and device
@@ -18,6 +37,7 @@ SETTINGS = [
     Sgd(momentum=0.9, weight_decay=0.1, clip=0.5),
     Adam(),
     Adam(weight_decay=0.1, clip=0.5),
+    SignDescent(weight_decay=0.1, clip=0.5),
 ]
 
 
@@ -40,7 +60,7 @@ def test_rows_move_as_each_does_alone(settings: Optimizer) -> None:
 
     for device, n in enumerate(LEARNS):
         alone = nn.Parameter(begin[device, :n].clone())
-        optimizer = torch_optimizer(settings, [alone], LR[device])
+        optimizer = settings.for_one_device([alone], LR[device])
         for valid, gradient in zip(VALID, gradients, strict=True):
             if valid[device]:
                 alone.grad = gradient[device, :n].clone()
@@ -51,6 +71,15 @@ def test_rows_move_as_each_does_alone(settings: Optimizer) -> None:
         assert torch.equal(rows[device, n:], begin[device, n:])
         assert all(not kept[device, n:].any() for kept in memory if kept.ndim == 2)
     assert torch.equal(rows[3], begin[3])
+
+
+def test_a_device_alone_leaves_what_has_no_gradient() -> None:
+    one, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(4))
+    optimizer = SignDescent(weight_decay=0.1).for_one_device([one, other], 0.5)
+    one.grad = torch.tensor([[1.0, -1.0, 2.0], [-3.0, 4.0, 5.0]])
+    optimizer.step()
+    assert one.tolist() == [[0.5, 1.5, 0.5], [1.5, 0.5, 0.5]]
+    assert other.tolist() == [1.0] * 4
 
 
 def test_the_first_steps_of_adam_are_corrected_exactly_in_float32() -> None:

@@ -20,11 +20,19 @@ __all__ = [
     "LinearMap",
     "Prepared",
     "available",
+    "backend_names",
     "kernel",
     "safe_weight_bits",
 ]
 
 KERNELS = {k.name: k for k in (REFERENCE, BFLOAT16, ONEDNN, FBGEMM, QNNPACK)}
+"""By name. One's own, put in here, can be asked for as a backend, and ``auto`` tries it."""
+
+
+def backend_names() -> tuple[str, ...]:
+    """What may be asked for: ``auto``, ``legacy`` for this processor's engine, or a kernel."""
+    first = ("auto", "reference", "onednn", "legacy")
+    return (*first, *(name for name in KERNELS if name not in first))
 
 
 def kernel(name: str) -> Kernel:
@@ -39,9 +47,8 @@ def kernel(name: str) -> Kernel:
 
 def available(device: torch.device) -> list[Kernel]:
     """The kernels that tensors on ``device`` can run with, the reference first."""
-    if device.type != "cpu":
-        return [REFERENCE, BFLOAT16]
-    return [k for k in KERNELS.values() if k.missing() is None]
+    on_cpu = device.type == "cpu"
+    return [k for k in KERNELS.values() if (on_cpu or not k.cpu_only) and k.missing() is None]
 
 
 def safe_weight_bits() -> int:

@@ -68,3 +68,4 @@ class Kernel:
     """Why this machine cannot run it, or None."""
     integer: bool
     """Whether products are really computed in int8."""
+    cpu_only: bool = True

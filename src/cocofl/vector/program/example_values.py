@@ -6,14 +6,15 @@ through ``vmap``, or device by device) is tried out here on real values, never g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from cocofl.chain import BlockChain
-from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, Operation
+from cocofl.freeze.nodes import node_function, run_nodes
+from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, Operation
 
 _SAMPLES = 3
 
@@ -55,49 +56,8 @@ def _result(op: Operation, graph: fx.GraphModule, env: dict[str, Any]) -> Any:
         return torch.cat([env[name] for name in op.inputs], op.dim)
     if op.drops:
         return env[op.inputs[0]]
-    return call_nodes(
-        op,
-        lambda name: _copy(env[name]),
-        lambda node: node.target != "training" and attribute_of(graph, str(node.target)),
-        lambda node, args, kwargs: graph.get_submodule(str(node.target))(*args, **kwargs),
-    )
+    return run_nodes(op, lambda name: _copy(env[name]), partial(node_function, root=graph))
 
 
 def _copy(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
-
-
-def call_nodes(
-    op: NodeOp,
-    read: Callable[[str], Any],
-    attribute: Callable[[fx.Node], Any],
-    call: Callable[[fx.Node, Any, Any], Any],
-) -> Any:
-    """StepContext an operation's nodes, given how to get attributes and how to call modules."""
-    made: dict[fx.Node, Any] = {}
-
-    def value(node: fx.Node) -> Any:
-        return made[node] if node in made else read(op.names[node])
-
-    for node in op.nodes:
-        args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-        if node.op == "call_module":
-            made[node] = call(node, args, kwargs)
-        elif node.op == "call_method":
-            # A view of channels-last images may not exist; nobody writes through it here.
-            method = "reshape" if node.target == "view" else str(node.target)
-            made[node] = getattr(args[0], method)(*args[1:], **kwargs)
-        elif node.op == "get_attr":
-            made[node] = attribute(node)
-        else:
-            assert callable(node.target)
-            made[node] = node.target(*args, **kwargs)
-    return made[op.nodes[-1]]
-
-
-def attribute_of(root: nn.Module, path: str) -> Any:
-    """What lies at a dotted path."""
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value

@@ -20,8 +20,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from cocofl.freeze.block_copy import copy_block
 from cocofl.freeze.floating import with_batch_statistics
+from cocofl.freeze.nodes import attribute_of, node_function, run_nodes
 from cocofl.freeze.operations import NodeOp
-from cocofl.vector.program.example_values import attribute_of, call_nodes
 from cocofl.vector.program.row_layout import ChainLayout, Segment
 
 MERGED, MAPPED, LOOPED = "merged", "mapped", "looped"
@@ -85,7 +85,7 @@ class NodeCall:
                 value = results[name] if name in results else values[name]
                 return value.clone() if clone and isinstance(value, Tensor) else value
 
-            results[piece.op.name] = call_nodes(piece.op, read, root.attribute, root.call)
+            results[piece.op.name] = run_nodes(piece.op, read, root.function)
         return results[self.name]
 
     def merged(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -178,20 +178,17 @@ class _Substituted:
         for h, tensor in held.items():
             self._by_node.setdefault(h.node, {})[h.name] = tensor
 
-    def attribute(self, node: fx.Node) -> Any:
-        """What a ``get_attr`` node names."""
-        if node.target == "training":
-            return self._training
-        if node in self._by_node:
-            return self._by_node[node][""]
-        return attribute_of(self._root, str(node.target))
-
-    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """What a ``call_module`` node calls."""
-        module, own = self._root.get_submodule(str(node.target)), self._by_node.get(node)
-        return (
-            module(*args, **kwargs) if own is None else functional_call(module, own, args, kwargs)
-        )
+    def function(self, node: fx.Node) -> Callable[..., Any]:
+        """What a node calls."""
+        own = self._by_node.get(node)
+        if node.op == "get_attr" and node.target == "training":
+            return lambda: self._training
+        if own is None:
+            return node_function(node, self._root)
+        if node.op == "get_attr":
+            return lambda: own[""]
+        module = self._root.get_submodule(str(node.target))
+        return lambda *args, **kwargs: functional_call(module, own, args, kwargs)
 
 
 def _held(piece: Piece, layout: ChainLayout) -> list[Held]:
