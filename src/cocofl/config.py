@@ -22,7 +22,7 @@ from cocofl.fl.codec import Upload
 from cocofl.fl.evaluation import Evaluation
 from cocofl.fl.faults import Faults
 from cocofl.fl.training import Training
-from cocofl.freeze import BACKENDS
+from cocofl.freeze import backend_names
 from cocofl.named import nearest
 from cocofl.vector import PRECISIONS
 
@@ -114,7 +114,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         check_choice("engine.kind", self.kind, ENGINES)
         check_number("engine.workers", self.workers, least=0, most=MAX_WORKERS)
-        check_choice("engine.kernels", self.kernels, BACKENDS)
+        check_choice("engine.kernels", self.kernels, backend_names())
         check_number("engine.checkpoint_every", self.checkpoint_every, least=1)
         check_choice("engine.precision", self.precision, PRECISIONS)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):

@@ -1,4 +1,4 @@
-"""How close int8 comes to float, with int8 forced on every operation that has a twin."""
+"""How close int8 comes to float, with int8 forced on every operation that has an int8 form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl import Role, Span, all_spans, chain_state, freeze, split
-from cocofl.freeze import VARIANTS
+from cocofl.freeze import VARIANTS, Network
+from cocofl.freeze.block_copy import copy_block
 from cocofl.freeze.floating import fused
 from cocofl.freeze.kernels import kernel
-from cocofl.freeze.lowering import lower
-from cocofl.freeze.net import IntegerSettings, integer_part
-from cocofl.freeze.twins import twin
+from cocofl.freeze.net import integer_part
+from cocofl.freeze.region import IntegerSettings
 from cocofl.numerics import HEADROOM
 from tests.freeze.trained import Trained, digits
 
@@ -47,7 +47,7 @@ def float_boundaries(trained: Trained) -> list[Boundary]:
         inputs = [values[name] for name in wiring.inputs]
         if not found and inputs[0].is_floating_point():
             inputs[0] = inputs[0].clone().requires_grad_()
-        result = fused(twin(block, state))(*inputs)
+        result = fused(copy_block(block, state))(*inputs)
         results = result if len(wiring.outputs) > 1 else [result]
         results[0].retain_grad()
         values.update(zip(wiring.outputs, results, strict=True))
@@ -76,13 +76,13 @@ def test_each_block_is_close_to_float(
     trained_network: Trained, backend: str, measured: bool, allowed: Allowed
 ) -> None:
     """Outputs and input gradients, block by block, each block on the true float input."""
-    chain, low = trained_network.chain, lower(trained_network.chain)
+    network = Network.of(trained_network.chain)
     state = trained_network.state if measured else trained_network.unmeasured
     settings = IntegerSettings(lambda _: kernel(backend), HEADROOM, weight_bits=8)
     previous_gradient = None
     for index, boundary in enumerate(float_boundaries(trained_network)):
         blocks = range(index, index + 1)
-        part = integer_part(chain, blocks, Role.PASSING, state, low, settings)
+        part = integer_part(network, blocks, Role.PASSING, state, settings)
         inputs = [x.detach() if isinstance(x, Tensor) else x for x in boundary.inputs]
         differentiable = inputs[0].is_floating_point()
         if differentiable:

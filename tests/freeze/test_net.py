@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import json
 import types
 from collections.abc import Iterator
@@ -28,8 +27,7 @@ from cocofl import (
     freeze,
     split,
 )
-from cocofl.freeze import VARIANTS, steps
-from cocofl.freeze.lowering import lower
+from cocofl.freeze import VARIANTS, Network, steps
 from cocofl.freeze.region import IntegerRegion
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -477,7 +475,7 @@ def test_frozen_blocks_ask_for_the_scales_that_trained_ones_measure(build, monke
         net = freeze(chain, Span(index, index + 1), backend="reference")
         net.measure_scales()
         net(IMAGES.clone().requires_grad_()).square().sum().backward()
-        known = set(itertools.chain(*(block.sites for block in lower(chain)[index : index + 1])))
+        known = set(Network.of(chain).lowered.blocks[index].sites)
         found = scales(net)
         assert {key.split(".", 1)[1].rpartition(".")[0] for key in found} <= known
         state |= net.update().tensors

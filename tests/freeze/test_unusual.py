@@ -323,7 +323,7 @@ class BoundMethods(nn.Module):
         return y
 
 
-def test_a_twin_does_not_reach_back_to_the_chain():
+def test_a_copied_block_does_not_reach_back_to_the_chain():
     chain = BlockChain([stem(), BoundMethods(), BoundMethods(), head()], example=IMAGE)
     state = {key: tensor * 1.5 for key, tensor in chain_state(chain).items()}
     moved = copy.deepcopy(chain)

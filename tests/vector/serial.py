@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from cocofl import BlockChain, Span, freeze
 from cocofl.freeze import State
-from cocofl.vector import Adam, DeviceWork, Optimizer, Sgd
+from cocofl.vector import DeviceWork, Optimizer
 
 
 @dataclass(frozen=True)
@@ -54,17 +53,6 @@ def with_biases(state: State) -> State:
     }
 
 
-def torch_optimizer(
-    settings: Optimizer, parameters: Iterable[nn.Parameter], lr: float
-) -> torch.optim.Optimizer:
-    """PyTorch's, with these settings."""
-    decay = settings.weight_decay
-    if isinstance(settings, Sgd):
-        return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay)
-    assert isinstance(settings, Adam)
-    return torch.optim.Adam(parameters, lr, weight_decay=decay)
-
-
 def train_one(
     chain: BlockChain,
     state: State,
@@ -76,7 +64,7 @@ def train_one(
     net = freeze(chain, work.blocks, variant=work.variant, backend="reference", state=state)
     net.train()
     trained = [p for p in net.parameters() if p.requires_grad]
-    optimizer = torch_optimizer(settings, trained, work.lr)
+    optimizer = settings.for_one_device(trained, work.lr)
     total = 0.0
     for i, (inputs, labels) in enumerate(batches):
         if i == len(batches) - 1 and work.variant == "qff":

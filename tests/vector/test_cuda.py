@@ -15,11 +15,11 @@ from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.numerics import snap, stacked_grid
 from cocofl.vector import Adam, Cohort, DeviceWork, Sgd
-from cocofl.vector.fused import attention_for, chains_for, linear_for
 from cocofl.vector.kernels import Activation, Dropping
-from cocofl.vector.levels import WHOLE, factor_row
-from cocofl.vector.memory import SmallerCohort, devices_that_fit
-from cocofl.vector.precision import Precision
+from cocofl.vector.kernels.choice import KernelSet
+from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
+from cocofl.vector.training.levels import WHOLE, factor_row
+from cocofl.vector.training.precision import Precision
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 
@@ -119,7 +119,7 @@ def add_widths(cohort: Cohort, name: str) -> None:
     full, program = MODELS[name](10, tiny=True), cohort.program
     for width in WIDTHS:
         narrow = MODELS[name](10, tiny=True, width=width)
-        factors = factor_row(program.slots.parameters, places(full, narrow))
+        factors = factor_row(program.layout.parameters, places(full, narrow))
         chain = split(narrow, narrow.example_input(BATCH))
         cohort.add_level(factors, program.channels_in(chain))
 
@@ -248,9 +248,9 @@ def test_attention(rows: int, channels: int) -> None:
     mask = torch.rand(3, 1, 1, rows, device="cuda") < 0.7
     mask[1] = False
     with Precision.named("fp32").active():
-        assert attention_for(*inputs, mask) is None
+        assert KernelSet.on(torch.device("cuda")).attention(*inputs, mask) is None
     with Precision.named("tf32").active():
-        kernels = attention_for(*inputs, mask)
+        kernels = KernelSet.on(torch.device("cuda")).attention(*inputs, mask)
         assert kernels is not None
         y = kernels.attention(*inputs, mask, channels**-0.5)
         found = y, *torch.autograd.grad(y, inputs, g)
@@ -280,7 +280,7 @@ def test_norm_of_a_sum(adds: bool, p: float, counts: tuple[int, ...] | None) -> 
     torch.manual_seed(0)
     x, addend, g = (torch.randn(3, 4, 33, 24, device="cuda") for _ in range(3))
     rows = torch.randn(3, 100, device="cuda")
-    kernels = chains_for(x)
+    kernels = KernelSet.on(torch.device("cuda")).chains(x)
     assert kernels is not None
     channels = None if counts is None else torch.tensor(counts, dtype=torch.int32, device="cuda")
     dropping = Dropping(p, torch.tensor([True, True, False], device="cuda"))
@@ -338,7 +338,7 @@ def test_linear_layers(layers: int, upper: float | None, precision: str, toleran
     w = [torch.randn(3, 24, 40, device="cuda") for _ in range(layers)]
     bias = [torch.randn(3, 24, device="cuda"), *[None] * (layers - 1)]
     with Precision.named(precision).active():
-        kernels = linear_for(x, 24)
+        kernels = KernelSet.on(torch.device("cuda")).linear(x, 24)
         assert kernels is not None
         found = kernels.linear(x, w, bias, Activation(upper is not None, upper))
         gx = kernels.linear_input(g, w, x)
@@ -361,7 +361,7 @@ def test_linear_layers_round_what_comes_back() -> None:
     scales = torch.tensor([0.02, torch.nan, 0.01], device="cuda")
     grid = stacked_grid(scales, torch.zeros(3, dtype=torch.bool, device="cuda"))
     with Precision.named("tf32").active():
-        kernels = linear_for(x, 24)
+        kernels = KernelSet.on(torch.device("cuda")).linear(x, 24)
         assert kernels is not None
         both = kernels.stacked([grid, None])
         gx = kernels.linear_input(g, w, None, both)

@@ -26,7 +26,7 @@ from cocofl.fl.metrics import Sums
 from cocofl.fl.stacked import (
     PARAMETERS,
     NotStacked,
-    RowLayout,
+    StackedLayout,
     StackedNetworks,
     StackedWork,
     Trained,
@@ -36,10 +36,19 @@ from cocofl.fl.state import Memory, ServerState
 from cocofl.fl.training import Loss, Training, cross_entropy
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
-from cocofl.vector import Adam, Cohort, Optimizer, Program, Rows, RuleMemory, Sgd, losses
-from cocofl.vector.agreement import disagreement
-from cocofl.vector.memory import devices_that_fit
-from cocofl.vector.precision import Precision
+from cocofl.vector import (
+    Adam,
+    Cohort,
+    Optimizer,
+    Precision,
+    Program,
+    Rows,
+    RuleMemory,
+    Sgd,
+    devices_that_fit,
+    disagreement,
+    losses,
+)
 
 
 class _Participant(NamedTuple):
@@ -82,7 +91,7 @@ class CohortExecutor:
         self._warned: set[str] = set()
         self._form = cache(self._stacked_form)
 
-    def _stacked_form(self) -> tuple[StackedNetworks, RowLayout] | None:
+    def _stacked_form(self) -> tuple[StackedNetworks, StackedLayout] | None:
         """The network for many devices, and how its states lie; None where it has no such form."""
         name = self._workshop.materials.subject.model
         # Built-in networks have one, as the tests say.
@@ -91,7 +100,7 @@ class CohortExecutor:
             self._warn(f"the devices of {name} train one after the other, on the CPU: {reason}")
             return None
         networks = StackedNetworks(self._workshop, Program(self._workshop.chain(), self._on))
-        return networks, RowLayout(networks, self._on)
+        return networks, StackedLayout(networks, self._on)
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -179,7 +188,7 @@ class CohortExecutor:
         some: Sequence[_Participant],
         rows: Rows,
         states: Sequence[ServerState],
-        layout: RowLayout,
+        layout: StackedLayout,
     ) -> Iterator[Trained]:
         works = [one.work for one in some]
         known = [layout.known_scales(state.parts) for state in states]
@@ -215,7 +224,7 @@ class CohortExecutor:
         some: Sequence[_Participant],
         rows: Rows,
         _states: Sequence[ServerState],
-        _layout: RowLayout,
+        _layout: StackedLayout,
     ) -> Iterator[Trained]:
         """Norm statistics, nothing trained."""
         batches = [self._workshop.batches(one.task) for one in some]

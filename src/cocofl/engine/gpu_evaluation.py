@@ -13,8 +13,7 @@ from cocofl.fl.batches import Ints
 from cocofl.fl.local import norms_of
 from cocofl.fl.metrics import Sums, Tally
 from cocofl.fl.state import ServerState, is_scale
-from cocofl.vector.graphs import Graphs
-from cocofl.vector.precision import Precision
+from cocofl.vector import Graphs, Precision
 
 
 class GpuEvaluator:

@@ -1,7 +1,7 @@
 """Works and states in the terms of a cohort, where many devices are one computation.
 
 A work says how it looks there (:class:`StackedWork`), or why it cannot (:class:`NotStacked`).
-A state's tensors lie there as a few long rows (:class:`RowLayout`).
+A state's tensors lie there as a few long rows (:class:`StackedLayout`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,17 @@ from cocofl.fl.state import (
 )
 from cocofl.models import MODELS
 from cocofl.span import Blocks, Span
-from cocofl.vector import Cohort, DeviceWork, Program, Rows
-from cocofl.vector.agreement import Narrowing
-from cocofl.vector.levels import WHOLE, factor_row
-from cocofl.vector.program import score_count
-from cocofl.vector.slots import Slots
+from cocofl.vector import (
+    WHOLE,
+    Cohort,
+    DeviceWork,
+    Narrowing,
+    Program,
+    RowLayout,
+    Rows,
+    factor_row,
+    score_count,
+)
 
 PARAMETERS, STATISTICS, CONSTANTS, SCALES = "parameters", "statistics", "constants", "scales"
 _SCALE_BYTES = 4
@@ -113,7 +119,7 @@ class StackedNetworks:
                 model, _ = shop.materials.subject.build(width)
                 names = scaled_layers(model, shop.model())
                 factors = {f"{name}.{t}": 1.0 / width for name in names for t in ("weight", "bias")}
-            row = factor_row(self.program.slots.parameters, shop.places(width), factors)
+            row = factor_row(self.program.layout.parameters, shop.places(width), factors)
             self._levels.append((row, self.program.channels_in(shop.chain(width))))
             self._numbers[wanted] = len(self._levels) - 1
         return self._numbers[wanted]
@@ -157,7 +163,7 @@ def classifier_keys(workshop: Workshop) -> list[str]:
     return [f"{layers[-1]}.weight", f"{layers[-1]}.bias"] if layers else []
 
 
-class RowLayout:
+class StackedLayout:
     """A network's tensors as rows: parameters, statistics (of narrower networks, too), scales.
 
     Tensors that are none of these stay under their keys.
@@ -166,9 +172,9 @@ class RowLayout:
     def __init__(self, networks: StackedNetworks, on: torch.device) -> None:
         program = networks.program
         self._networks, self._shop = networks, networks.workshop
-        self._slots, self._sites = program.slots, program.sites
-        self._like = torch.zeros(0, dtype=program.slots.dtype, device=on)
-        slots = program.slots
+        self._slots, self._sites = program.layout, program.sites
+        self._like = torch.zeros(0, dtype=program.layout.dtype, device=on)
+        slots = program.layout
         self._constants = {key: self._shop.chain().state_dict()[key] for key in slots.constants}
         self._block_of = dict(slots.constants)
         for kind in (slots.parameters, slots.statistics):
@@ -444,7 +450,7 @@ def statistics_part(width: float) -> str:
     return STATISTICS if width == 1.0 else f"{STATISTICS}@{width!r}"
 
 
-def _unpacked(slots: Slots, row: Tensor) -> Tensors:
+def _unpacked(slots: RowLayout, row: Tensor) -> Tensors:
     """Views of a row; a tied weight's second key gets a copy, so that it can be saved."""
     found, seen = Tensors(), set()
     for key, slot in slots.by_key.items():

@@ -21,9 +21,8 @@ from cocofl.fl.stacked import (
     statistics_key,
 )
 from cocofl.fl.state import Contribution, ServerState, Tensors
-from cocofl.freeze import FrozenNet, freeze
+from cocofl.freeze import FrozenNet, Network, freeze
 from cocofl.freeze.layout import channels_first
-from cocofl.freeze.lowering import lower
 from cocofl.span import Span
 from cocofl.vector import DeviceWork
 
@@ -150,7 +149,9 @@ class OrderedWork:
             places = workshop.places(width, widest)
             sliced = {key: p[places[key]] for key, p in parameters.items()}
             model = workshop.model(width).train()
-            if not all(block.channels_last for block in lower(workshop.chain(width))):
+            if not all(
+                block.channels_last for block in Network.of(workshop.chain(width)).lowered.blocks
+            ):
                 inputs = channels_first(inputs)
             result: Tensor = torch.func.functional_call(model, {**sliced, **buffers[width]}, inputs)
             return result

@@ -27,8 +27,8 @@ from cocofl.budget import bytes_text
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting, RejectedUpdate
 from cocofl.fl.state import Contribution, Tensors
+from cocofl.freeze import Network
 from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
-from cocofl.freeze.lowering import lower
 from cocofl.freeze.state import block_state
 from cocofl.span import Span
 
@@ -115,7 +115,7 @@ class Contract:
         ]
         self._scales = [
             [scale_key(site, direction) for site in low.sites for direction in (OUTPUT, GRADIENT)]
-            for low in lower(chain)
+            for low in Network.of(chain).lowered.blocks
         ]
         everything = Span(0, len(self._slots))
         scales = self.scale_keys(everything)

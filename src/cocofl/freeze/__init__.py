@@ -1,18 +1,27 @@
 """Freeze, fuse and quantize part of a chain, and train the rest."""
 
-from cocofl.freeze.kernels import KERNELS
-from cocofl.freeze.net import BACKENDS, VARIANTS, FrozenNet, freeze
-from cocofl.freeze.plan import KernelPlan
+from cocofl.freeze.kernel_plan import KernelPlan
+from cocofl.freeze.kernels import KERNELS, Geometry, Kernel, LinearMap, Prepared, backend_names
+from cocofl.freeze.layers import LAYERS, LinearLayer
+from cocofl.freeze.net import VARIANTS, FrozenNet, freeze
+from cocofl.freeze.network import Network
 from cocofl.freeze.state import State, Update, chain_state, check_state
 
 __all__ = [
-    "BACKENDS",
     "KERNELS",
+    "LAYERS",
     "VARIANTS",
     "FrozenNet",
+    "Geometry",
+    "Kernel",
     "KernelPlan",
+    "LinearLayer",
+    "LinearMap",
+    "Network",
+    "Prepared",
     "State",
     "Update",
+    "backend_names",
     "chain_state",
     "check_state",
     "freeze",

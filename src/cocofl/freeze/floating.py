@@ -8,7 +8,9 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from cocofl.freeze.lowering import as_graph, is_plain, passed_through
+from cocofl.freeze.layers import is_plain
+from cocofl.freeze.lowering import passed_through
+from cocofl.freeze.traced_blocks import as_graph
 
 
 def with_batch_statistics(block: nn.Module) -> nn.Module:
@@ -29,7 +31,7 @@ def fused(block: nn.Module, flat: Container[str] = ()) -> nn.Module:
     traced = as_graph(block)
     graph, modules = fx.Graph(), dict(traced.named_modules())
     graph.output(graph.graph_copy(traced.graph, val_map={}))
-    twins: dict[str, nn.Module] = {}
+    folded: dict[str, nn.Module] = {}
     for node in list(graph.nodes):
         if passed_through(node, traced) is not None:
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -44,15 +46,15 @@ def fused(block: nn.Module, flat: Container[str] = ()) -> nn.Module:
             continue
         assert isinstance(norm, _BatchNorm)
         if is_plain(layer, nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            twins[path] = modules[path] = fuse_conv_bn_eval(layer, norm)
+            folded[path] = modules[path] = fuse_conv_bn_eval(layer, norm)
         elif is_plain(layer, nn.Linear) and layer_node.name in flat:
-            twins[path] = modules[path] = fuse_linear_bn_eval(layer, norm)
+            folded[path] = modules[path] = fuse_linear_bn_eval(layer, norm)
         else:
             continue
         norm_node.replace_all_uses_with(layer_node)
         graph.erase_node(norm_node)
     result = fx.GraphModule(traced, graph)
-    for path, module in twins.items():
+    for path, module in folded.items():
         result.set_submodule(path, module)
     return result.eval()
 

@@ -36,9 +36,11 @@ def affine_of(
 
 
 def fold(
-    layer: nn.Conv2d | nn.Linear, norm: nn.modules.batchnorm._BatchNorm | None
+    layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm | None
 ) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of ``layer`` followed by ``norm`` (eq. 4 of the paper)."""
+    assert isinstance(layer.weight, Tensor)
+    assert layer.bias is None or isinstance(layer.bias, Tensor)
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     return (weight, bias) if norm is None else fold_affine(weight, bias, affine(norm))
 

@@ -1,4 +1,4 @@
-"""Which grid each value of a region is held on.
+"""Which grid each value of a region is rounded to.
 
 A grid comes from the server's scale, widened by the headroom. Values that are concatenated
 share one grid, the widest among them, so that a concatenation only copies codes. A value whose
@@ -8,8 +8,9 @@ scale nobody has measured yet has none here, and is quantized on the fly.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
-from cocofl.freeze.lowering import ActOp, CatOp, NodeOp, Operation
+from cocofl.freeze.operations import ActOp, CatOp, NodeOp, Operation
 from cocofl.numerics import Grid, grid_for
 
 OUTPUT, GRADIENT = "output", "gradient"
@@ -20,17 +21,31 @@ def scale_key(value: str, direction: str) -> str:
     return f"scales.{value}.{direction}"
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """The grid a value is rounded to: made of the largest of these scales, or on the fly."""
+
+    keys: tuple[str, ...]
+    unsigned: bool
+
+    def grid(self, scales: Mapping[str, float], headroom: float) -> Grid | None:
+        """With these scales; None on the fly."""
+        if not self.keys:
+            return None
+        scale = max(scales[key] for key in self.keys)
+        return grid_for(scale, unsigned=self.unsigned, headroom=headroom)
+
+
 class Grids:
-    """The grids of one region, looked up by value."""
+    """The grids of one region, looked up by value, where these scales are ``known``."""
 
     def __init__(
         self,
         operations: Iterable[Operation],
         non_negative: Collection[str],
-        scales: Mapping[str, float],
-        headroom: float,
+        known: Collection[str],
     ) -> None:
-        self._scales, self._headroom = scales, headroom
+        self._known = known
         self._family: dict[str, set[str]] = {}
         for op in operations:
             if isinstance(op, CatOp):
@@ -48,29 +63,16 @@ class Grids:
         """Whether the codes of this value start at zero."""
         return self._non_negative.issuperset(self._family.get(value, {value}))
 
-    def output_keys(self, value: str) -> tuple[str, ...]:
-        """The scales of which the largest makes a value's grid; none where it is not known."""
+    def output(self, value: str, *, border: bool = False) -> Rounding:
+        """Of a value; on the fly at the ``border`` of a region."""
         # A clamp or a reshape need not be measured, but what enters the family must be.
-        if scale_key(value, OUTPUT) not in self._scales:
-            return ()
-        keys = (scale_key(member, OUTPUT) for member in self._family.get(value, {value}))
-        return tuple(sorted(key for key in keys if key in self._scales))
+        keys: list[str] = []
+        if not border and scale_key(value, OUTPUT) in self._known:
+            family = (scale_key(member, OUTPUT) for member in self._family.get(value, {value}))
+            keys = sorted(key for key in family if key in self._known)
+        return Rounding(tuple(keys), self.unsigned(value))
 
-    def gradient_keys(self, value: str) -> tuple[str, ...]:
-        """The scale that makes the grid of a value's gradient, if it is known."""
+    def gradient(self, value: str, *, border: bool = False) -> Rounding:
+        """Of a value's gradient."""
         key = scale_key(value, GRADIENT)
-        return (key,) if key in self._scales else ()
-
-    def output(self, value: str) -> Grid | None:
-        """The grid of a value, if its scale is known."""
-        return self._grid(self.output_keys(value), unsigned=self.unsigned(value))
-
-    def gradient(self, value: str) -> Grid | None:
-        """The grid of a value's gradient, if its scale is known."""
-        return self._grid(self.gradient_keys(value), unsigned=False)
-
-    def _grid(self, keys: tuple[str, ...], *, unsigned: bool) -> Grid | None:
-        if not keys:
-            return None
-        scale = max(self._scales[key] for key in keys)
-        return grid_for(scale, unsigned=unsigned, headroom=self._headroom)
+        return Rounding(() if border or key not in self._known else (key,), False)

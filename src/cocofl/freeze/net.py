@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cocofl.chain import BlockChain, Wiring
-from cocofl.errors import CannotLower, InvalidSetting, InvalidSpan
+from cocofl.chain import BlockChain
+from cocofl.errors import InvalidSetting, InvalidSpan
+from cocofl.freeze.block_copy import copy_block
 from cocofl.freeze.floating import fused, with_batch_statistics
-from cocofl.freeze.kernels import kernel, safe_weight_bits
+from cocofl.freeze.kernel_plan import KernelPlan
+from cocofl.freeze.kernels import backend_names, kernel, safe_weight_bits
 from cocofl.freeze.layout import channels_first
-from cocofl.freeze.lean import lean_blocks
-from cocofl.freeze.lowering import LoweredBlock, lower
+from cocofl.freeze.network import Network
 from cocofl.freeze.observe import ScaleMeter
-from cocofl.freeze.plan import KernelPlan
-from cocofl.freeze.region import ChooseKernel, IntegerRegion, Row
-from cocofl.freeze.state import State, Update, block_state, chain_state, check_state, scales_of
-from cocofl.freeze.twins import twin
+from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings, OperationInfo
+from cocofl.freeze.state import State, Update, block_state, chain_state, check_state
 from cocofl.numerics import HEADROOM
 from cocofl.span import Blocks, Role
 
 VARIANTS = ("f", "ff", "qff")
-BACKENDS = ("auto", "reference", "onednn", "legacy")
-
 _DEFAULT_PLAN = KernelPlan()
 
 
 def freeze(
-    chain: BlockChain,
+    chain: BlockChain | Network,
     blocks: Blocks,
     *,
     variant: str = "qff",
@@ -58,35 +54,30 @@ def freeze(
     >>> sorted(net.update().tensors)
     ['2.bias', '2.weight']
     """
-    if not isinstance(chain, BlockChain):
-        raise InvalidSetting(
-            f"freeze takes a BlockChain, not a {type(chain).__name__}; "
-            "make one with cocofl.split(model, example)"
-        )
+    network = Network.of(chain)
     if not isinstance(blocks, Blocks):
         raise InvalidSpan(f"the span is {blocks!r}; expected one such as cocofl.Span(2, 4)")
-    blocks.check_fits(len(chain))
+    blocks.check_fits(len(network))
     _check_choice("variant", variant, VARIANTS)
-    _check_choice("backend", backend, BACKENDS)
+    _check_choice("backend", backend, backend_names())
     if not 1 <= headroom < math.inf:
         raise InvalidSetting(f"headroom is {headroom}; a grid needs at least its measured range, 1")
     if weight_bits not in {None, 7, 8}:
         raise InvalidSetting(f"weight_bits is {weight_bits}; expected 7 or 8")
-    lowered = lower(chain)
     if state is None:
-        state = chain_state(chain)
+        state = chain_state(network.chain)
     if not state_is_checked:
-        check_state(chain, state, lowered)
+        check_state(network.chain, state, network.scale_keys)
     if variant != "qff":
-        parts = _float_parts(chain, blocks, state, lowered, fuse=variant == "ff")
+        parts = _float_parts(network, blocks, state, fuse=variant == "ff")
     else:
-        integer = IntegerSettings(
+        settings = IntegerSettings(
             choose=_chooser(backend, _DEFAULT_PLAN if plan is None else plan),
             headroom=headroom,
             weight_bits=weight_bits or (8 if backend == "reference" else safe_weight_bits()),
         )
-        parts = _integer_parts(chain, blocks, state, lowered, integer)
-    return FrozenNet(chain, blocks, lowered, parts)
+        parts = _integer_parts(network, blocks, state, settings)
+    return FrozenNet(network, blocks, parts)
 
 
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
@@ -112,31 +103,18 @@ class Part(NamedTuple):
     channels_last: bool = True
 
 
-class IntegerSettings(NamedTuple):
-    """How frozen blocks are computed in int8."""
-
-    choose: ChooseKernel
-    headroom: float
-    weight_bits: int
-
-
 class FrozenNet(nn.Module):
     """A chain of which some blocks learn. Train it like any module.
 
     Call :meth:`measure_scales` before the last mini-batch, and :meth:`update` after it.
     """
 
-    def __init__(
-        self,
-        chain: BlockChain,
-        blocks: Blocks,
-        lowered: Sequence[LoweredBlock],
-        parts: Sequence[Part],
-    ) -> None:
+    def __init__(self, network: Network, blocks: Blocks, parts: Sequence[Part]) -> None:
         super().__init__()
         self.blocks = blocks
-        self._parts, self._lowered = tuple(parts), tuple(lowered)
-        self._inputs = chain.wiring[0].inputs
+        # Not the network itself: what is frozen must not keep the chain's float weights alive.
+        self._parts, self._lowered = tuple(parts), network.lowered.blocks
+        self._inputs = network.chain.wiring[0].inputs
         self._finished = _finished_after(parts)
         self._measuring = False
         self._scales: State = {}
@@ -202,17 +180,17 @@ class FrozenNet(nn.Module):
         }
         return Update(self.blocks, tensors | self._scales)
 
-    def describe(self) -> list[Row]:
-        """Block, role, operation and kernel, one row per operation."""
-        rows: list[Row] = []
+    def describe(self) -> list[OperationInfo]:
+        """Block, role, operation and kernel of each operation."""
+        found: list[OperationInfo] = []
         for part in self._parts:
             if isinstance(part.run, IntegerRegion):
-                rows += part.run.rows
+                found += part.run.operations
                 continue
             (index,) = part.blocks
             texts = self._lowered[index].descriptions
-            rows += [Row(index, part.role.value, text, "float32") for text in texts]
-        return rows
+            found += [OperationInfo(index, part.role.value, text, "float32") for text in texts]
+        return found
 
 
 def _fast_layout(x: Any) -> Any:
@@ -232,9 +210,9 @@ def _finished_after(parts: Sequence[Part]) -> list[list[str]]:
     return finished[::-1]
 
 
-def _float_part(
-    block: nn.Module, role: Role, index: int, wiring: Wiring, channels_last: bool
-) -> Part:
+def _float_part(network: Network, block: nn.Module, role: Role, index: int) -> Part:
+    wiring = network.chain.wiring[index]
+    channels_last = network.lowered.blocks[index].channels_last
     if channels_last:
         block = block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if role is not Role.TRAINED:
@@ -243,107 +221,54 @@ def _float_part(
     return Part(block, role, blocks, wiring.inputs, wiring.outputs, channels_last)
 
 
+def _trained_part(network: Network, index: int, state: Mapping[str, Tensor]) -> Part:
+    block = copy_block(network.trained_blocks[index], state).train()
+    return _float_part(network, block, Role.TRAINED, index)
+
+
 def _float_parts(
-    chain: BlockChain,
-    trained: Blocks,
-    state: Mapping[str, Tensor],
-    lowered: Sequence[LoweredBlock],
-    *,
-    fuse: bool,
+    network: Network, trained: Blocks, state: Mapping[str, Tensor], *, fuse: bool
 ) -> list[Part]:
     parts = []
-    for index, (block, wiring) in enumerate(zip(chain.blocks, chain.wiring, strict=True)):
-        role, low = trained.role(index), lowered[index]
+    for index, role in enumerate(trained.roles(len(network))):
         if role is Role.TRAINED:
-            own = twin(lean_blocks(chain)[index], state).train()
-        elif fuse:
-            own = fused(low.graph(twin(block, state)), low.flat_nodes)
+            parts.append(_trained_part(network, index, state))
+            continue
+        block, low = copy_block(network.chain.blocks[index], state), network.lowered.blocks[index]
+        if fuse:
+            block = fused(low.graph(block), low.flat_nodes)
         else:
-            own = with_batch_statistics(twin(block, state).train())
-        parts.append(_float_part(own, role, index, wiring, low.channels_last))
+            block = with_batch_statistics(block.train())
+        parts.append(_float_part(network, block, role, index))
     return parts
 
 
 def _integer_parts(
-    chain: BlockChain,
-    trained: Blocks,
-    state: Mapping[str, Tensor],
-    lowered: Sequence[LoweredBlock],
-    settings: IntegerSettings,
+    network: Network, trained: Blocks, state: Mapping[str, Tensor], settings: IntegerSettings
 ) -> list[Part]:
     parts = []
-    for blocks, role in trained.regions(len(chain)):
-        if role is not Role.TRAINED:
-            parts.append(integer_part(chain, blocks, role, state, lowered, settings))
-            continue
-        for index in blocks:
-            block = twin(lean_blocks(chain)[index], state).train()
-            wiring, channels_last = chain.wiring[index], lowered[index].channels_last
-            parts.append(_float_part(block, role, index, wiring, channels_last))
+    for blocks, role in trained.regions(len(network)):
+        if role is Role.TRAINED:
+            parts += [_trained_part(network, index, state) for index in blocks]
+        else:
+            parts.append(integer_part(network, blocks, role, state, settings))
     return parts
 
 
 def integer_part(
-    chain: BlockChain,
+    network: Network,
     blocks: range,
     role: Role,
     state: Mapping[str, Tensor],
-    lowered: Sequence[LoweredBlock],
     settings: IntegerSettings,
 ) -> Part:
     """Consecutive frozen blocks as one int8 region."""
-    borders = region_borders(chain, blocks, lowered)
-    region = IntegerRegion(
-        [(i, lowered[i], lowered[i].graph(twin(chain.blocks[i], state))) for i in blocks],
-        inputs=tuple(borders.taken.values()),
-        outputs=_one_or_many(borders.returned.values()),
-        scales=scales_of(state, lowered),
-        non_negative=frozenset[str]().union(*(low.non_negative for low in lowered)),
-        headroom=settings.headroom,
-        weight_bits=settings.weight_bits,
-        choose=settings.choose,
-        passing=role is Role.PASSING,
-    )
+    lowered, chain = network.lowered, network.chain
+    # By key: a model may have tensors whose names begin like those of scales.
+    scales = {key: float(state[key]) for key in network.scale_keys if key in state}
+    scheme = lowered.scheme(blocks, role is Role.PASSING, frozenset(scales))
+    low = lowered.blocks
+    own = [(i, low[i], low[i].graph(copy_block(chain.blocks[i], state))) for i in blocks]
+    region = IntegerRegion(scheme, own, scales, settings)
+    borders = lowered.borders(blocks)
     return Part(region, role, blocks, tuple(borders.taken), tuple(borders.returned))
-
-
-class RegionBorders(NamedTuple):
-    """What a run of blocks takes and returns: names in the chain, and what the region has them by.
-
-    What is returned may be a structure of several values.
-    """
-
-    taken: dict[str, str]
-    returned: dict[str, Any]
-
-
-def region_borders(
-    chain: BlockChain, blocks: range, lowered: Sequence[LoweredBlock]
-) -> RegionBorders:
-    """The values that enter and leave consecutive blocks."""
-    produced: dict[str, Any] = {}  # by the name in the chain, what the region calls it
-    taken: dict[str, str] = {}
-    for index in blocks:
-        wiring, low = chain.wiring[index], lowered[index]
-        for name, value in zip(wiring.inputs, low.inputs, strict=True):
-            if name not in produced:
-                taken[name] = value
-        many = len(wiring.outputs) > 1
-        produced.update(zip(wiring.outputs, low.outputs if many else [low.outputs], strict=True))
-    for one, other in combinations(taken, 2):
-        if taken[one] == taken[other]:
-            raise CannotLower(
-                f"{one!r} and {other!r} are one value once dropout is gone, but block "
-                f"{blocks.start} takes both; hand on one of them"
-            )
-    if blocks.stop == len(chain):
-        outputs: tuple[str, ...] = chain.wiring[-1].outputs
-    else:
-        later = {name for wiring in chain.wiring[blocks.stop :] for name in wiring.inputs}
-        outputs = tuple(name for name in produced if name in later)
-    return RegionBorders(taken, {name: produced[name] for name in outputs})
-
-
-def _one_or_many(items: Iterable[Any]) -> Any:
-    found = tuple(items)
-    return found[0] if len(found) == 1 else found

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
-from cocofl.freeze.lowering import LoweredBlock
+from cocofl.freeze.operations import LoweredBlock
 from cocofl.numerics import measure_scale
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +14,10 @@ from torch.utils import _pytree as pytree
 from cocofl.errors import CannotLower, InvalidSetting
 from cocofl.freeze.fusion import affine, fold
 from cocofl.freeze.gradient import InputGradient
-from cocofl.freeze.grids import Grids
-from cocofl.freeze.kernels import Geometry, Kernel, LinearMap, Prepared
-from cocofl.freeze.lowering import ActOp, CatOp, LoweredBlock, MapOp, Operation, ValueName
-from cocofl.freeze.speech import Speech
+from cocofl.freeze.grids import Rounding
+from cocofl.freeze.kernels import Kernel, LinearMap, Prepared
+from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, ValueName
+from cocofl.freeze.scheme import QuantizationScheme, SchemeStep
 from cocofl.freeze.steps import (
     ActStep,
     CatStep,
@@ -31,12 +30,12 @@ from cocofl.freeze.steps import (
     ToCodes,
     floats_of,
 )
-from cocofl.numerics import MIDDLE, as_float, quantize_weight
+from cocofl.numerics import MIDDLE, Codes, Grid, as_float, quantize_weight
 
 ChooseKernel = Callable[[LinearMap], Kernel]
 
 
-class Row(NamedTuple):
+class OperationInfo(NamedTuple):
     """One line of ``describe()``."""
 
     block: int
@@ -45,49 +44,42 @@ class Row(NamedTuple):
     kernel: str
 
 
+class IntegerSettings(NamedTuple):
+    """How frozen blocks are computed in int8."""
+
+    choose: ChooseKernel
+    headroom: float
+    weight_bits: int
+
+
 class IntegerRegion:
     """Consecutive frozen blocks, holding their weights as int8 only."""
 
     def __init__(
         self,
+        scheme: QuantizationScheme,
         blocks: Sequence[tuple[int, LoweredBlock, fx.GraphModule]],
-        *,
-        inputs: tuple[str, ...],
-        outputs: Any,
         scales: Mapping[str, float],
-        non_negative: frozenset[str],
-        headroom: float,
-        weight_bits: int,
-        choose: ChooseKernel,
-        passing: bool,
+        settings: IntegerSettings,
     ) -> None:
-        self.passing, self.inputs = passing, inputs
-        leaves, self._structure = pytree.tree_flatten(outputs)
+        self.passing, self.inputs, self._ends = scheme.passing, scheme.inputs, scheme.ends
+        leaves, self._structure = pytree.tree_flatten(scheme.outputs)
         self._leaves: list[Any] = leaves
-        self._ends = list(dict.fromkeys(x for x in leaves if isinstance(x, ValueName)))
-        self.rows: list[Row] = []
+        self.operations: list[OperationInfo] = []
         _refuse_other_than_float32(blocks)
-        operations = [op for _, lowered, _ in blocks for op in lowered.operations]
         shapes = {name: shape for _, low, _ in blocks for name, shape in low.shapes.items()}
-        compiler = _Compiler(
-            operations=operations,
-            shapes=shapes,
-            grids=Grids(operations, non_negative, scales, headroom),
-            weight_bits=weight_bits,
-            choose=choose,
-            passing=passing,
-            borders={*inputs, *self._ends},
-        )
+        compiler = _Compiler(shapes, scales, settings, passing=scheme.passing)
+        graphs = {op.name: graph for _, low, graph in blocks for op in low.operations}
+        kernels: dict[str, str] = {}
         self._steps: list[Step] = []
-        for index, lowered, block in blocks:
-            for op, description in zip(lowered.operations, lowered.descriptions, strict=True):
-                steps, kernel = compiler.compile(op, block)
-                self._steps += steps
-                role = "passing" if passing else "frozen"
-                self.rows.append(Row(index, role, description, kernel))
+        for step in scheme.steps:
+            compiled, kernels[step.name] = compiler.compile(step, graphs.get(step.name))
+            self._steps.append(compiled)
+        role = "passing" if scheme.passing else "frozen"
+        for index, low, _ in blocks:
+            for op, text in zip(low.operations, low.descriptions, strict=True):
+                self.operations.append(OperationInfo(index, role, text, kernels[op.name]))
         self._release = _last_uses(self._steps, self._ends)
-        read = [name for step in self._steps for name in step.inputs]
-        self._expected = Counter([*self._ends, *read])
 
     def forward(self, inputs: Sequence[Any]) -> list[Any]:
         """Run without a trace: nothing is kept, values are dropped after their last use."""
@@ -114,7 +106,7 @@ class IntegerRegion:
 
     def backward(self, tape: list[Any], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient of each input, from that of each value returned."""
-        sink = Sink(self._expected)
+        sink = Sink()
         for name, gradient in zip(self._ends, gradients, strict=True):
             if gradient is not None:
                 sink.put(name, gradient)
@@ -193,111 +185,106 @@ def _last_uses(steps: Sequence[Step], outputs: Iterable[str]) -> list[list[str]]
 
 
 class _Compiler:
-    """Turns operations into steps: decides who speaks codes, quantizes weights, picks kernels."""
+    """Turns the steps of a scheme into steps that run: quantizes weights, picks kernels."""
 
     def __init__(
         self,
-        *,
-        operations: Sequence[Operation],
         shapes: Mapping[str, tuple[int, ...]],
-        grids: Grids,
-        weight_bits: int,
-        choose: ChooseKernel,
+        scales: Mapping[str, float],
+        settings: IntegerSettings,
+        *,
         passing: bool,
-        borders: Container[str],
     ) -> None:
-        """``borders`` are the values that enter and leave in float32, scaled on the fly."""
-        self._borders = borders
-        self._shapes, self._grids, self._bits = shapes, grids, weight_bits
-        self._choose, self._passing = choose, passing
-        self._speech = Speech(operations)
+        self._shapes, self._scales = shapes, scales
+        self._settings, self._passing = settings, passing
 
-    def compile(self, op: Operation, block: fx.GraphModule) -> tuple[list[Step], str]:
-        """The steps of one operation, and the name of its kernel."""
-        if isinstance(op, MapOp):
-            return self._map(op, block)
+    def compile(self, step: SchemeStep, block: fx.GraphModule | None) -> tuple[Step, str]:
+        """A step that runs, and the name of its kernel."""
+        op = step.op
+        kernel = "codes" if step.in_codes else "float32"
+        grid, unsigned = self._grid(step.output), step.output is not None and step.output.unsigned
+        if op is None:
+            return ToCodes(step.name, step.inputs[0], grid, unsigned=unsigned), kernel
         if isinstance(op, CatOp):
-            steps, inputs = self._as_codes(op)
-            self._speech.make(op)
-            grid, unsigned = self._grids.output(op.name), self._grids.unsigned(op.name)
-            return [*steps, CatStep(op.name, inputs, op.dim, grid, unsigned=unsigned)], "codes"
-        coded = self._speech.make(op)
+            return CatStep(step.name, step.inputs, op.dim, grid, unsigned=unsigned), kernel
         if isinstance(op, ActOp):
-            return [ActStep(op.name, op.x, op.activation)], "codes" if coded else "float32"
-        return [NodeStep(op, block)], "codes" if coded else "float32"
+            return ActStep(step.name, op.x, op.activation), kernel
+        assert block is not None
+        if isinstance(op, MapOp):
+            return self._map(step, op, block)
+        return NodeStep(op, block), kernel
 
-    def _as_codes(self, op: MapOp | CatOp) -> tuple[list[Step], tuple[str, ...]]:
-        """Steps that quantize what is float so far, and the names of the coded values."""
-        steps: list[Step] = []
-        for value in self._speech.convert(op):
-            grid = None if value in self._borders else self._grids.output(value)
-            unsigned = self._grids.unsigned(value)
-            steps.append(ToCodes(self._speech.coded(value), value, grid, unsigned=unsigned))
-        return steps, tuple(map(self._speech.coded, op.inputs))
+    def _grid(self, rounding: Rounding | None) -> Grid | None:
+        return None if rounding is None else rounding.grid(self._scales, self._settings.headroom)
 
-    def _map(self, op: MapOp, block: fx.GraphModule) -> tuple[list[Step], str]:
-        steps, inputs = self._as_codes(op)
-        weight, bias, geometry = _folded(op, block)
-        unsigned_input = self._grids.unsigned(op.x)
+    def _map(self, step: SchemeStep, op: MapOp, block: fx.GraphModule) -> tuple[Step, str]:
+        weight, bias = _folded(op, block)
+        shapes = [_image_shape(op, self._shapes[name]) for name in (op.x, op.name)]
         linear_map = LinearMap(
-            quantize_weight(weight, self._bits),
+            quantize_weight(weight, self._settings.weight_bits),
             bias,
-            geometry,
+            op.geometry,
             op.activation is not None,
-            0 if unsigned_input else MIDDLE,
-            self._shapes[op.x],
+            0 if step.reads_unsigned else MIDDLE,
+            shapes[0],
         )
-        kernel = self._choose(linear_map)
-        backward, names = None, [kernel.name]
-        if self._passing:
-            backward, more = self._input_gradient(op, weight, geometry)
-            names += more
-        as_codes = self._speech.make(op)
-        targets = MapTargets(
-            output=self._grids.output(op.name) if as_codes else None,
-            as_codes=as_codes,
-            unsigned=self._grids.unsigned(op.name),
-            gradient=None if op.name in self._borders else self._grids.gradient(op.name),
-            input_gradient=self._grids.gradient(op.x),
-            input_gradient_as_codes=op.x in self._speech.gradients_in_codes,
-            image_shape=self._shapes[op.x][1:] if self._passing and geometry else None,
-        )
-        run = kernel.prepare(linear_map)
-        step = MapStep(op.name, inputs, op.activation, run, backward, targets)
-        return [*steps, step], " / ".join(dict.fromkeys(names))
-
-    def _input_gradient(
-        self, op: MapOp, weight: Tensor, geometry: Geometry | None
-    ) -> tuple[InputGradient, list[str]]:
         names: list[str] = []
 
         def prepare(linear_map: LinearMap) -> Prepared:
-            kernel = self._choose(linear_map)
+            kernel = self._settings.choose(linear_map)
             names.append(kernel.name)
             return kernel.prepare(linear_map)
 
-        shapes = self._shapes[op.x], self._shapes[op.name]
-        return InputGradient(weight, geometry, *shapes, prepare, self._bits), names
+        run, backward = _reshaping(op, prepare(linear_map)), None
+        if self._passing:
+            bits = self._settings.weight_bits
+            gradient = InputGradient(weight, op.geometry, shapes[0], shapes[1], prepare, bits)
+            backward = _reshaping(op, gradient)
+        targets = MapTargets(
+            output=self._grid(step.output),
+            as_codes=step.in_codes,
+            unsigned=step.output is not None and step.output.unsigned,
+            gradient=self._grid(step.gradient),
+            completes_gradient=step.completes_gradient,
+            input_gradient=self._grid(step.input_gradient),
+            input_shape=self._shapes[op.x][1:] if self._passing and op.geometry else None,
+        )
+        compiled = MapStep(step.name, step.inputs, op.activation, run, backward, targets)
+        return compiled, " / ".join(dict.fromkeys(names))
 
 
-def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None, Geometry | None]:
-    """The float weight, bias and geometry of a layer with its BatchNorm folded in."""
+def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """The float weight, as a kernel has it, and bias of a layer with its BatchNorm folded in."""
     norm = None if op.norm is None else block.get_submodule(op.norm)
     assert norm is None or isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    if op.layer is None:
+    if op.layer is None or op.kind is None:
         assert norm is not None
         factor, offset = affine(norm)
-        return factor.view(-1, 1, 1, 1), offset, Geometry(groups=len(factor))
-    layer = block.get_submodule(op.layer)
-    assert isinstance(layer, nn.Conv2d | nn.Linear)
-    weight, bias = fold(layer, norm)
-    if isinstance(layer, nn.Linear):
-        return weight, bias, None
-    assert not isinstance(layer.padding, str)
-    geometry = Geometry(
-        (layer.stride[0], layer.stride[1]),
-        (layer.padding[0], layer.padding[1]),
-        (layer.dilation[0], layer.dilation[1]),
-        layer.groups,
-    )
-    return weight, bias, geometry
+        return factor.view(-1, 1, 1, 1), offset
+    weight, bias = fold(block.get_submodule(op.layer), norm)
+    return op.kind.to_image(weight), bias
+
+
+def _image_shape(op: MapOp, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if op.kind is None or not op.kind.reshapes:
+        return shape
+    return tuple(op.kind.to_image(torch.empty(shape, device="meta")).shape)
+
+
+def _reshaping(op: MapOp, run: Prepared) -> Prepared:
+    """The same on values as the layer has them, where kernels have them in another shape."""
+    kind = op.kind
+    if kind is None or not kind.reshapes:
+        return run
+
+    def shaped(x: Codes | Tensor | None, change: Callable[[Tensor], Tensor]) -> Any:
+        if isinstance(x, Codes):
+            return Codes(change(x.values), x.grid)
+        return None if x is None else change(x)
+
+    def reshaped(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
+        y = run(shaped(x, kind.to_image), out, shaped(addend, kind.to_image))
+        result: Codes | Tensor = shaped(y, kind.from_image)
+        return result
+
+    return reshaped

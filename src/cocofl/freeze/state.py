@@ -8,7 +8,7 @@ it counts one device's batches, so an average of it means nothing.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidState
-from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
-from cocofl.freeze.lowering import LoweredBlock
 from cocofl.span import Blocks
 
 State = dict[str, Tensor]
@@ -48,15 +46,13 @@ def chain_state(chain: BlockChain) -> State:
     return {key: t.clone() for block in chain.blocks for key, t in block_state(block).items()}
 
 
-def scales_of(state: Mapping[str, Tensor], lowered: Iterable[LoweredBlock]) -> dict[str, float]:
-    """The scales in a state, by key; a model may have tensors whose names begin like theirs."""
-    return {key: float(state[key]) for key in _scale_keys(lowered) if key in state}
-
-
 def check_state(
-    chain: BlockChain, state: Mapping[str, Tensor], lowered: Iterable[LoweredBlock] | None
+    chain: BlockChain, state: Mapping[str, Tensor], scales: Collection[str] | None
 ) -> None:
-    """Refuse a state that does not fit the chain, naming what is wrong and what is expected."""
+    """Refuse a state that does not fit the chain, naming what is wrong and what is expected.
+
+    ``scales`` are the keys that scales may have; None for any.
+    """
     expected = {key: t for block in chain.blocks for key, t in block_state(block).items()}
     for key, wanted in expected.items():
         if key not in state:
@@ -65,24 +61,14 @@ def check_state(
             )
         _check_tensor(key, state[key], wanted)
     own = set(chain.state_dict())
-    scales = _scale_keys(lowered) if lowered is not None else None
     for key in state.keys() - expected.keys():
         if key.startswith("scales.") and (scales is None or key in scales):
             _check_scale(key, state[key])
         elif key not in own:
-            known = sorted(expected.keys() | (scales or set()))
+            known = sorted(expected.keys() | set(scales or ()))
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; the nearest known key is {near[0]!r}" if near else ""
             raise InvalidState(f"the state has {key!r}, which this chain does not know{hint}")
-
-
-def _scale_keys(lowered: Iterable[LoweredBlock]) -> set[str]:
-    return {
-        scale_key(site, direction)
-        for block in lowered
-        for site in block.sites
-        for direction in (OUTPUT, GRADIENT)
-    }
 
 
 def _check_tensor(key: str, tensor: Tensor, wanted: Tensor) -> None:

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from cocofl.chain.trace import is_layer
 from cocofl.errors import InvalidExample
-from cocofl.freeze.gradient import InputGradient
+from cocofl.freeze.block_copy import copy_block
 from cocofl.freeze.kernels import Prepared
-from cocofl.freeze.lowering import Activation, NodeOp
-from cocofl.freeze.twins import twin
+from cocofl.freeze.nodes import node_function, run_nodes
+from cocofl.freeze.operations import Activation, NodeOp
 from cocofl.numerics import (
     LARGEST_CODE,
     MIDDLE,
@@ -37,21 +37,15 @@ Gradient = Codes | Tensor
 class Sink:
     """Gradients on their way back, by value; what several steps send to one value adds up."""
 
-    def __init__(self, expected: dict[str, int]) -> None:
+    def __init__(self) -> None:
         self._arrived: dict[str, Gradient] = {}
-        self._expected = dict(expected)
 
     def take(self, value: str) -> Gradient | None:
         """What has arrived for a value so far; it is the caller's from now on."""
         return self._arrived.pop(value, None)
 
-    def is_last(self, value: str) -> bool:
-        """Whether the next gradient to arrive completes this value."""
-        return self._expected.get(value, 0) == 1
-
     def put(self, value: str, gradient: Gradient) -> None:
         """Add a gradient; two become their float32 sum."""
-        self._expected[value] = self._expected.get(value, 1) - 1
         present = self._arrived.get(value)
         if present is None:
             self._arrived[value] = gradient
@@ -119,10 +113,10 @@ class MapTargets(NamedTuple):
     as_codes: bool
     unsigned: bool
     gradient: Grid | None
+    completes_gradient: bool
     input_gradient: Grid | None
-    input_gradient_as_codes: bool
-    image_shape: tuple[int, ...] | None
-    """Channels, height and width for which the gradient of a convolution was prepared."""
+    input_shape: tuple[int, ...] | None
+    """Of a sample, for which the gradient of a convolution was prepared."""
 
 
 class MapStep(Step):
@@ -134,7 +128,7 @@ class MapStep(Step):
         inputs: tuple[str, ...],
         activation: Activation | None,
         run: Prepared,
-        backward: InputGradient | None,
+        backward: Prepared | None,
         targets: MapTargets,
     ) -> None:
         self.name, self.inputs = name, inputs
@@ -152,7 +146,7 @@ class MapStep(Step):
 
     def record(self, env: Environment) -> tuple[Gradient, Any]:
         """Keeps what tells where the activation let values pass: one byte an element."""
-        shape, expected = tuple(env[self.inputs[0]].values.shape[1:]), self._to.image_shape
+        shape, expected = tuple(env[self.inputs[0]].values.shape[1:]), self._to.input_shape
         if expected is not None and shape != expected:
             raise InvalidExample(
                 f"images of {_by(shape)} reach {self.name!r}; its int8 gradient was prepared for "
@@ -176,9 +170,8 @@ class MapStep(Step):
         x = self.inputs[0]
         if len(self.inputs) > 1:
             sink.put(self.inputs[1], gradient)
-        if sink.is_last(x):
-            out = self._to.input_gradient if self._to.input_gradient_as_codes else None
-            sink.put(x, self._gradient(gradient, out, sink.take(x)))
+        if self._to.completes_gradient:
+            sink.put(x, self._gradient(gradient, self._to.input_gradient, sink.take(x)))
         else:
             sink.put(x, self._gradient(gradient, None, None))
 
@@ -295,7 +288,7 @@ class NodeStep(Step):
 
     def __init__(self, op: NodeOp, block: nn.Module) -> None:
         self.name, self.inputs, self._layout = op.name, op.inputs, op.layout
-        self._names, self._calls = op.names, [(node, _callable(node, block)) for node in op.nodes]
+        self._op, self._functions = op, {node: _function(node, block) for node in op.nodes}
         self._overwrites = op.overwrites
 
     def forward(self, env: Environment) -> Any:
@@ -312,14 +305,7 @@ class NodeStep(Step):
         return value.clone() if self._overwrites and isinstance(value, Tensor) else value
 
     def _apply(self, read: Callable[[str], Any]) -> Any:
-        made: dict[fx.Node, Any] = {}
-
-        def value(node: fx.Node) -> Any:
-            return made[node] if node in made else read(self._names[node])
-
-        for node, call in self._calls:
-            made[node] = call(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
-        return made[self._calls[-1][0]]
+        return run_nodes(self._op, read, self._functions.__getitem__)
 
     def record(self, env: Environment) -> tuple[Any, Any]:
         """Keeps autograd's graph of this node, if a gradient can pass it."""
@@ -372,22 +358,16 @@ def _recode(result: Any, grid: Grid) -> Any:
     return result
 
 
-def _callable(node: fx.Node, block: nn.Module) -> Callable[..., Any]:
-    """What a node calls, with modules copied and put into evaluation mode."""
-    if node.op == "call_module":
-        module = twin(block.get_submodule(str(node.target)), {}).eval().requires_grad_(False)
+def _function(node: fx.Node, block: nn.Module) -> Callable[..., Any]:
+    """What a node calls, with modules and tensors copied and modules in evaluation mode."""
+    function = node_function(node, block)
+    if isinstance(function, nn.Module):
+        module = copy_block(function, {}).eval().requires_grad_(False)
         return module if is_layer(module) else _on_contiguous(module)
-    if node.op == "call_method":
-        # A view of channels-last images may not exist; nobody writes through it here.
-        method = "reshape" if node.target == "view" else str(node.target)
-        return lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs)
-    if node.op == "get_attr":
-        if node.target == "training":
-            return lambda: False
-        constant = _attribute(block, str(node.target))
+    if node.op == "get_attr" and isinstance(value := function(), Tensor):
+        constant = value.detach().clone()
         return lambda: constant
-    assert callable(node.target)
-    return node.target
+    return function
 
 
 def _on_contiguous(module: nn.Module) -> Callable[..., Any]:
@@ -400,11 +380,3 @@ def _on_contiguous(module: nn.Module) -> Callable[..., Any]:
         return module(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
 
     return call
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    """A copy of the parameter, buffer or constant at a dotted path."""
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -16,7 +16,7 @@ import torch
 
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting
-from cocofl.freeze import BACKENDS, VARIANTS, KernelPlan, State, chain_state, freeze
+from cocofl.freeze import VARIANTS, KernelPlan, State, backend_names, chain_state, freeze
 from cocofl.profiling.subject import Inputs, Subject, training_step
 from cocofl.profiling.table import METHODS, write_whole
 from cocofl.span import Span
@@ -43,7 +43,7 @@ class Settings:
         for what, value, choices in (
             ("method", self.method, METHODS),
             ("variant", self.variant, VARIANTS),
-            ("backend", self.backend, BACKENDS),
+            ("backend", self.backend, backend_names()),
         ):
             if value not in choices:
                 raise InvalidSetting(

@@ -1,19 +1,38 @@
 """A chain with a device axis: the devices of a round as one computation."""
 
-from cocofl.vector.cohort import Cohort, DeviceWork, Rows, RuleMemory, Source
-from cocofl.vector.optimizer import Adam, Optimizer, Sgd
-from cocofl.vector.precision import PRECISIONS
-from cocofl.vector.program import Program
+from cocofl.vector.program.program import Program, score_count
+from cocofl.vector.program.row_layout import RowLayout
+from cocofl.vector.training import losses
+from cocofl.vector.training.agreement import Narrowing, disagreement
+from cocofl.vector.training.cohort import Cohort, DeviceWork, Source
+from cocofl.vector.training.cuda_graphs import Graphs
+from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
+from cocofl.vector.training.levels import WHOLE, factor_row
+from cocofl.vector.training.optimizer import Adam, Optimizer, Sgd
+from cocofl.vector.training.precision import PRECISIONS, Precision
+from cocofl.vector.training.rows import Rows
+from cocofl.vector.training.rules import RuleMemory
 
 __all__ = [
     "PRECISIONS",
+    "WHOLE",
     "Adam",
     "Cohort",
     "DeviceWork",
+    "Graphs",
+    "Narrowing",
     "Optimizer",
+    "Precision",
     "Program",
+    "RowLayout",
     "Rows",
     "RuleMemory",
     "Sgd",
+    "SmallerCohort",
     "Source",
+    "devices_that_fit",
+    "disagreement",
+    "factor_row",
+    "losses",
+    "score_count",
 ]

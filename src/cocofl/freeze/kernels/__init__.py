@@ -23,6 +23,7 @@ __all__ = [
     "LinearMap",
     "Prepared",
     "available",
+    "backend_names",
     "kernel",
     "leave_out",
     "safe_weight_bits",
@@ -30,6 +31,13 @@ __all__ = [
 ]
 
 KERNELS = {k.name: k for k in (REFERENCE, BFLOAT16, ONEDNN, FBGEMM, QNNPACK)}
+"""By name. One's own, put in here, can be asked for as a backend, and ``auto`` tries it."""
+
+
+def backend_names() -> tuple[str, ...]:
+    """What may be asked for: ``auto``, ``legacy`` for this processor's engine, or a kernel."""
+    first = ("auto", "reference", "onednn", "legacy")
+    return (*first, *(name for name in KERNELS if name not in first))
 
 
 def kernel(name: str) -> Kernel:
@@ -44,9 +52,8 @@ def kernel(name: str) -> Kernel:
 
 def available(device: torch.device) -> list[Kernel]:
     """The kernels that tensors on ``device`` can run with, the reference first."""
-    if device.type != "cpu":
-        return [REFERENCE, BFLOAT16]
-    return [k for k in KERNELS.values() if why_not(k) is None]
+    on_cpu = device.type == "cpu"
+    return [k for k in KERNELS.values() if (on_cpu or not k.cpu_only) and why_not(k) is None]
 
 
 def why_not(chosen: Kernel) -> str | None:

@@ -52,7 +52,9 @@ class LinearMap:
 class Prepared(Protocol):
     """A linear map ready to run."""
 
-    def __call__(self, x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
+    def __call__(
+        self, x: Codes, out: Grid | None, addend: Codes | Tensor | None, /
+    ) -> Codes | Tensor:
         """Codes on ``out``, or float32 where ``out`` is None; ``addend`` is left untouched."""
 
 
@@ -66,3 +68,4 @@ class Kernel:
     """Why this machine cannot run it, or None."""
     integer: bool
     """Whether products are really computed in int8."""
+    cpu_only: bool = True

@@ -41,7 +41,17 @@ def _no_fast_bfloat16() -> str | None:
     return "this processor has no bfloat16 instructions"
 
 
-REFERENCE = Kernel("reference", lambda m: _prepare(m, torch.float32), lambda: None, integer=False)
+REFERENCE = Kernel(
+    "reference",
+    lambda m: _prepare(m, torch.float32),
+    lambda: None,
+    integer=False,
+    cpu_only=False,
+)
 BFLOAT16 = Kernel(
-    "bfloat16", lambda m: _prepare(m, torch.bfloat16), _no_fast_bfloat16, integer=False
+    "bfloat16",
+    lambda m: _prepare(m, torch.bfloat16),
+    _no_fast_bfloat16,
+    integer=False,
+    cpu_only=False,
 )

@@ -1,0 +1,123 @@
+"""A chain with all that freezing knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, cached_property
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from cocofl.chain import BlockChain
+from cocofl.errors import CannotLower, InvalidSetting
+from cocofl.freeze.grids import GRADIENT, OUTPUT, Grids, scale_key
+from cocofl.freeze.lowering import lower
+from cocofl.freeze.memory_saving import memory_saving
+from cocofl.freeze.operations import LoweredBlock
+from cocofl.freeze.scheme import QuantizationScheme, quantization_scheme
+
+
+class LoweredChain:
+    """The operations of a chain's blocks, and how regions of them are computed in int8."""
+
+    def __init__(self, chain: BlockChain, blocks: tuple[LoweredBlock, ...]) -> None:
+        self._wiring, self.blocks = chain.wiring, blocks
+        self.shapes = {name: shape for low in blocks for name, shape in low.shapes.items()}
+        """Of all float values, on the example."""
+        self._non_negative = frozenset[str]().union(*(low.non_negative for low in blocks))
+        self.scheme = cache(self._scheme)
+
+    def _scheme(self, blocks: range, passing: bool, known: frozenset[str]) -> QuantizationScheme:
+        """Of consecutive blocks, where these scales are known."""
+        operations = [op for i in blocks for op in self.blocks[i].operations]
+        grids = Grids(operations, self._non_negative, known)
+        borders = self.borders(blocks)
+        taken, returned = tuple(borders.taken.values()), tuple(borders.returned.values())
+        outputs = returned[0] if len(returned) == 1 else returned
+        return quantization_scheme(operations, grids, taken, outputs, self.shapes, passing=passing)
+
+    def borders(self, blocks: range) -> RegionBorders:
+        """The values that enter and leave consecutive blocks."""
+        produced: dict[str, Any] = {}  # by the name in the chain, what the region calls it
+        taken: dict[str, str] = {}
+        for index in blocks:
+            wiring, low = self._wiring[index], self.blocks[index]
+            for name, value in zip(wiring.inputs, low.inputs, strict=True):
+                if name not in produced:
+                    taken[name] = value
+            many = len(wiring.outputs) > 1
+            results = low.outputs if many else [low.outputs]
+            produced.update(zip(wiring.outputs, results, strict=True))
+        for one, other in combinations(taken, 2):
+            if taken[one] == taken[other]:
+                raise CannotLower(
+                    f"{one!r} and {other!r} are one value once dropout is gone, but block "
+                    f"{blocks.start} takes both; hand on one of them"
+                )
+        if blocks.stop == len(self.blocks):
+            outputs: Sequence[str] = self._wiring[-1].outputs
+        else:
+            later = {name for wiring in self._wiring[blocks.stop :] for name in wiring.inputs}
+            outputs = [name for name in produced if name in later]
+        return RegionBorders(taken, {name: produced[name] for name in outputs})
+
+
+class RegionBorders(NamedTuple):
+    """What a run of blocks takes and returns: names in the chain, and what the region has them by.
+
+    What is returned may be a structure of several values.
+    """
+
+    taken: dict[str, str]
+    returned: dict[str, Any]
+
+
+class Network:
+    """A chain, its lowered operations and rewritten blocks: built once, never changed.
+
+    ``freeze`` and cohorts take it in place of the chain.
+    """
+
+    def __init__(self, chain: BlockChain) -> None:
+        if not isinstance(chain, BlockChain):
+            raise InvalidSetting(
+                f"freeze takes a BlockChain, not a {type(chain).__name__}; "
+                "make one with cocofl.split(model, example)"
+            )
+        self.chain = chain
+        self.lowered = LoweredChain(chain, lower(chain))
+
+    @classmethod
+    def of(cls, chain: BlockChain | Network) -> Network:
+        """The network of a chain; a chain keeps its own, so that it is built once."""
+        if isinstance(chain, Network):
+            return chain
+        found: Network | None = getattr(chain, "_network", None)
+        if found is None:
+            found = cls(chain)
+            chain._network = found  # type: ignore[assignment]
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a chain may be changed before it is used: its network is built anew."""
+        return type(None), ()
+
+    def __len__(self) -> int:
+        return len(self.chain)
+
+    @cached_property
+    def with_dropout(self) -> LoweredChain:
+        """The same with dropout as operations, which devices that train a block need."""
+        return LoweredChain(self.chain, lower(self.chain, keep_dropout=True))
+
+    @cached_property
+    def trained_blocks(self) -> tuple[nn.Module, ...]:
+        """The chain's blocks, rewritten to take less memory where they are trained."""
+        return tuple(memory_saving(block) for block in self.chain.blocks)
+
+    @cached_property
+    def scale_keys(self) -> tuple[str, ...]:
+        """The scales that trained blocks measure, in order."""
+        sites = (site for block in self.lowered.blocks for site in block.sites)
+        return tuple(scale_key(site, way) for site in sites for way in (OUTPUT, GRADIENT))

@@ -1,0 +1,125 @@
+"""What a block consists of once it is lowered: operations on named values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from cocofl.freeze.kernels import Geometry
+from cocofl.freeze.layers import LinearLayer
+from cocofl.freeze.traced_blocks import as_graph, as_one_node
+
+
+@dataclass(frozen=True)
+class Activation:
+    """ReLU, or ReLU6 where it has an upper bound."""
+
+    upper: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """In float."""
+        return x.clamp(0, self.upper)
+
+
+@dataclass(frozen=True)
+class MapOp:
+    """A convolution, linear layer or lone BatchNorm, with what was fused into it."""
+
+    name: str
+    x: str
+    layer: str | None
+    kind: LinearLayer | None
+    """What the layer is; None for a lone BatchNorm."""
+    geometry: Geometry | None
+    """None for a product along the last axis."""
+    norm: str | None = None
+    addend: str | None = None
+    activation: Activation | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The values it reads as codes."""
+        return (self.x,) if self.addend is None else (self.x, self.addend)
+
+
+@dataclass(frozen=True)
+class ActOp:
+    """A ReLU that nothing could take in; codes are clamped in place of values."""
+
+    name: str
+    x: str
+    activation: Activation
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The one value it reads."""
+        return (self.x,)
+
+
+@dataclass(frozen=True)
+class CatOp:
+    """A concatenation of feature maps, which then share one grid."""
+
+    name: str
+    inputs: tuple[str, ...]
+    dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class NodeOp:
+    """A node of the graph as it is, after the nodes that make the tuples it takes apart.
+
+    ``layout`` nodes only move elements around (or ask for a shape), so they work on codes as on
+    floats; all others are computed in float. ``overwrites`` says that it works in place.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[str, ...]
+    layout: bool
+    overwrites: bool
+    names: dict[fx.Node, str]
+    drops: bool = False
+    """Whether this is a dropout, kept because some devices train the block and need it."""
+
+
+Operation = MapOp | ActOp | CatOp | NodeOp
+
+
+class ValueName(str):
+    """Stands for a value in what a block returns; a plain string there is just that string."""
+
+
+@dataclass(frozen=True)
+class LoweredBlock:
+    """A block as operations on named values; names carry the block's index, so they are unique."""
+
+    operations: tuple[Operation, ...]
+    descriptions: tuple[str, ...]
+    """What each operation does, for a person to read."""
+    inputs: tuple[str, ...]
+    outputs: Any
+    """A :class:`ValueName` for each value, in the structure that the block returns."""
+    shapes: dict[str, tuple[int, ...]]
+    non_negative: frozenset[str]
+    """Values that ReLU and the like have left without negative entries."""
+    sites: tuple[str, ...]
+    """Values whose scales a device measures when it trains this block."""
+    channels_last: bool
+    """Whether the block runs on channels-last images; ``view`` may not."""
+    whole: Any = None
+    """If the block stays one operation, the structure of what it returns; () for one value."""
+
+    @property
+    def flat_nodes(self) -> frozenset[str]:
+        """The nodes whose result has two axes."""
+        flat = [name for name, shape in self.shapes.items() if len(shape) == 2]
+        return frozenset(name.rpartition(".")[2] for name in flat)
+
+    def graph(self, block: nn.Module) -> fx.GraphModule:
+        """The graph of this block, or of a copy of it."""
+        if self.whole is not None:
+            return as_one_node(block, len(self.inputs), self.whole or None)
+        return as_graph(block, len(self.inputs))

@@ -1,0 +1,212 @@
+"""A block as a graph of nodes, and what one run on the example shows of each node."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from cocofl.chain import Wiring, graph_block
+from cocofl.errors import CannotLower, CannotSplit, InvalidExample
+from cocofl.freeze.block_copy import copy_block
+from cocofl.freeze.layout import FaultyConvolutions
+
+
+def as_graph(block: nn.Module, n_inputs: int = 1) -> fx.GraphModule:
+    """The block's graph, traced if it was given by hand."""
+    if isinstance(block, fx.GraphModule):
+        return block
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about layers that stay whole
+        return graph_block(block, n_inputs)
+
+
+def as_one_node(block: nn.Module, n_inputs: int, structure: Any) -> fx.GraphModule:
+    """A graph that calls the block as it is and takes its result apart."""
+    root, graph = nn.Module(), fx.Graph()
+    root.add_module("block", block)
+    inputs = tuple(graph.placeholder(f"x{i}") for i in range(n_inputs))
+    graph.output(_taken_apart(graph, graph.call_module("block", inputs), structure))
+    return fx.GraphModule(root, graph)
+
+
+def _taken_apart(graph: fx.Graph, node: fx.Node, structure: Any) -> Any:
+    """Nodes that read each value of a nested result."""
+    if structure is None:
+        return node
+
+    def part(key: Any) -> Any:
+        item = graph.call_function(operator.getitem, (node, key))
+        return _taken_apart(graph, item, structure[key])
+
+    if isinstance(structure, dict):
+        return {key: part(key) for key in structure}
+    return type(structure)(part(i) for i in range(len(structure)))
+
+
+def _structure(value: Any) -> Any:
+    """The tuples, lists and dicts that a result consists of, with None for what they hold."""
+    if isinstance(value, Tensor) or _is_plain(value):
+        return None
+    if type(value) in {tuple, list}:
+        return type(value)(_structure(part) for part in value)
+    if isinstance(value, dict):
+        return {key: _structure(part) for key, part in value.items()}
+    raise CannotLower(
+        f"a block returns a {type(value).__name__}; "
+        "expected tensors, or tuples, lists and dicts of them"
+    )
+
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, slice, range, type(None), type(...),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value holds no tensor, so that no gradient can flow through it."""
+    return all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value))
+
+
+class Watch(fx.Interpreter):
+    """Runs a block and remembers what kind of value each node has, and what it overwrites."""
+
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph) -> None:
+        super().__init__(module, graph=graph)
+        self.extra_traceback = False  # our own message says where
+        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
+        self.bundles: dict[fx.Node, Any] = {}
+        """Results which are no tensors but may hold some."""
+        self.overwritten: dict[fx.Node, list[fx.Node]] = {}
+        self.tangled = False
+        """Whether a node overwrites what others look at, be it through a view."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Also note what there is to know."""
+        before = {node: _versions(value) for node, value in self.env.items()}
+        result = super().run_node(n)
+        changed = [node for node, old in before.items() if _versions(self.env[node]) != old]
+        if changed:
+            self.overwritten[n] = changed
+            self.tangled |= any(self.env[node] is not result for node in changed)
+        if isinstance(result, Tensor):
+            if result.is_floating_point():
+                self.shapes[n] = tuple(result.shape)
+        elif n.op != "output" and not _is_plain(result):
+            self.bundles[n] = result
+        return result
+
+
+def _versions(value: Any) -> list[int]:
+    """PyTorch counts how often a tensor, or what it is a view of, was written to."""
+    return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class SeenBlock:
+    """A block after a run on the example."""
+
+    block: fx.GraphModule
+    graph: fx.Graph
+    """A copy that no module owns, so that operations do not keep the chain's weights alive."""
+    watch: Watch
+    arguments: list[Any]
+    result: Any
+    whole: Any
+    channels_last: bool
+
+    def overwritten_inputs(self, wiring: Wiring) -> list[str]:
+        """The inputs that the block has written into."""
+        pairs = zip(wiring.inputs, self.arguments, strict=True)
+        return [name for name, x in pairs if isinstance(x, Tensor) and x._version]
+
+
+def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
+    """Run the block on the example; what cannot be traced or told apart stays one node."""
+    try:
+        try:
+            seen = _watched(as_graph(block, len(arguments)), arguments, None)
+            if not seen.watch.tangled:
+                return seen
+        except CannotSplit:
+            pass
+        whole = _structure(block(*map(_copied, arguments)))
+        one_node = as_one_node(block, len(arguments), whole)
+        return _watched(one_node, arguments, () if whole is None else whole)
+    except CannotLower:
+        raise
+    except Exception as error:
+        got = ", ".join(str(tuple(x.shape)) for x in arguments if isinstance(x, Tensor))
+        raise InvalidExample(
+            f"block {index} does not run on the example, which reaches it as {got}: {error}"
+        ) from error
+
+
+def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> SeenBlock:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.graph, val_map={}))
+    watch = Watch(traced, graph)
+    own = [_copied(x) for x in arguments]
+    result = watch.run(*own)
+    if any(node in watch.bundles for node in graph.output_node().all_input_nodes):
+        _return_single_values(graph, watch.bundles)
+        watch = Watch(traced, graph)
+        own = [_copied(x) for x in arguments]
+        result = watch.run(*own)
+    return SeenBlock(
+        traced, graph, watch, own, result, whole, _runs_channels_last(traced, arguments)
+    )
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _return_single_values(graph: fx.Graph, bundles: dict[fx.Node, Any]) -> None:
+    """Take results apart which the block returns as they are."""
+    output = graph.output_node()
+
+    def apart(node: fx.Node) -> Any:
+        return _taken_apart(graph, node, _structure(bundles.get(node)))
+
+    with graph.inserting_before(output):
+        output.args = (mapped(output.args[0], apart),)
+
+
+def _runs_channels_last(traced: fx.GraphModule, arguments: list[Any]) -> bool:
+    own_block = copy_block(traced, {}).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    trial = fx.Interpreter(own_block)
+    trial.extra_traceback = False
+    images = torch.channels_last
+    own = [
+        x.contiguous(memory_format=images) if isinstance(x, Tensor) and x.ndim == 4 else x
+        for x in map(_copied, arguments)
+    ]
+    faults = FaultyConvolutions()
+    try:
+        with faults:
+            trial.run(*own)
+    except RuntimeError:
+        return False
+    return not faults.seen
+
+
+def mapped(structure: Any, of: Callable[[fx.Node], Any]) -> Any:
+    """What a graph returns, with each node replaced, in ordinary lists and dicts."""
+    if isinstance(structure, fx.Node):
+        return of(structure)
+    if isinstance(structure, dict):
+        return {key: mapped(part, of) for key, part in structure.items()}
+    if isinstance(structure, list):
+        return [mapped(part, of) for part in structure]
+    if isinstance(structure, tuple):
+        parts = [mapped(part, of) for part in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+    return structure

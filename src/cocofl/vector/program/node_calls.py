@@ -1,0 +1,261 @@
+"""Operations without a batched form of their own, for many devices.
+
+Three ways, the fastest that is right: all devices' samples as one large batch, ``vmap`` over
+devices, or one device after the other. Which is right was tried out on the example: each must
+give what one device after the other gives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from cocofl.freeze.block_copy import copy_block
+from cocofl.freeze.floating import with_batch_statistics
+from cocofl.freeze.nodes import attribute_of, node_function, run_nodes
+from cocofl.freeze.operations import NodeOp
+from cocofl.vector.program.row_layout import ChainLayout, Segment
+
+MERGED, MAPPED, LOOPED = "merged", "mapped", "looped"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that nodes read beside their inputs, with its segment."""
+
+    node: fx.Node
+    name: str
+    """Within the module that the node calls; empty for the tensor itself."""
+    segment: Segment
+    learns: bool
+
+
+class Modes:
+    """A block's modules ready to be called: trained, with still statistics, and frozen."""
+
+    def __init__(self, graph: fx.GraphModule, on: torch.device) -> None:
+        def made(block: nn.Module) -> nn.Module:
+            return block.to(on).requires_grad_(False)
+
+        self.original = graph
+        self.frozen = made(copy_block(graph, {}).eval())
+        self.trained = made(copy_block(graph, {}).train())
+        self.still = made(with_batch_statistics(copy_block(graph, {}).train()))
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One operation and the block it belongs to."""
+
+    op: NodeOp
+    modes: Modes
+
+
+class NodeCall:
+    """An operation, after those that make the sizes and constants it needs."""
+
+    def __init__(self, pieces: tuple[Piece, ...], block: int, layout: ChainLayout) -> None:
+        self.pieces, self.block = pieces, block
+        self.name = pieces[-1].op.name
+        made = {piece.op.name for piece in pieces}
+        read = (name for piece in pieces for name in piece.op.inputs if name not in made)
+        self.inputs = tuple(dict.fromkeys(read))
+        self.held = [h for piece in pieces for h in _held(piece, layout)]
+        self.has_modes = any(_has_modes(node, piece) for piece in pieces for node in piece.op.nodes)
+        self.way, self.mixes_samples = LOOPED, False
+
+    def one(
+        self, values: Mapping[str, Any], held: Mapping[Held, Tensor], mode: str = "frozen"
+    ) -> Any:
+        """For one device."""
+        results: dict[str, Any] = {}
+        for piece in self.pieces:
+            root = _Substituted(getattr(piece.modes, mode), held, mode != "frozen")
+            overwrites = piece.op.overwrites
+
+            def read(name: str, *, clone: bool = overwrites) -> Any:
+                value = results[name] if name in results else values[name]
+                return value.clone() if clone and isinstance(value, Tensor) else value
+
+            results[piece.op.name] = run_nodes(piece.op, read, root.function)
+        return results[self.name]
+
+    def merged(self, values: Mapping[str, Tensor]) -> Tensor:
+        """For all devices' samples as one batch."""
+        devices = len(next(iter(values.values())))
+        result: Tensor = self.one({name: x.flatten(0, 1) for name, x in values.items()}, {})
+        return result.reshape(devices, -1, *result.shape[1:])
+
+    def mapped(self, values: Mapping[str, Tensor], held: Mapping[Held, Tensor]) -> Tensor:
+        """For all devices through ``vmap``."""
+        names, owners = list(values), list(held)
+
+        def call(inputs: tuple[Tensor, ...], own: tuple[Tensor, ...]) -> Any:
+            return self.one(
+                dict(zip(names, inputs, strict=True)), dict(zip(owners, own, strict=True))
+            )
+
+        run = torch.vmap(call, randomness="different")
+        result = run(tuple(values.values()), tuple(held.values()))
+        assert isinstance(result, Tensor)
+        return result
+
+    def looped(
+        self,
+        values: Mapping[str, Tensor],
+        held: Mapping[Held, Tensor],
+        modes: list[str],
+        counts: list[int] | None,
+    ) -> Tensor:
+        """One device after the other; ``counts`` says how many samples of each there are."""
+        results = []
+        for d in range(len(modes)):
+            own = {name: x[d] for name, x in values.items()}
+            if counts is not None:
+                own = {name: x[: max(counts[d], 1)] for name, x in own.items()}
+            # A device that rests is not to track statistics of no samples.
+            mode = "frozen" if counts is not None and counts[d] == 0 else modes[d]
+            # Statistics are written to where they are; others of the device read the same row.
+            state = {
+                h: t[d] if h.learns or mode == "trained" else t[d].clone() for h, t in held.items()
+            }
+            result = self.one(own, state, mode)
+            assert isinstance(result, Tensor)
+            results.append(result)
+        if counts is not None:
+            most = max(len(result) for result in results)
+            results = [_padded(result, most) for result in results]
+        return torch.stack(results)
+
+    def try_out(self, example: Mapping[str, Any]) -> None:
+        """Find the fastest way that gives what one device after the other gives."""
+        values = {name: example[name] for name in self.inputs}
+        if self.has_modes or not values or not all(isinstance(v, Tensor) for v in values.values()):
+            self.mixes_samples = self.has_modes
+            return
+        stacked = {name: torch.stack([x, _other(x)]) for name, x in values.items()}
+        on = next(iter(values.values())).device
+        held = {h: _two(h, self.pieces).to(on) for h in self.held}
+        with torch.no_grad():
+            expected = self.looped(stacked, held, ["frozen"] * 2, None)
+            self.mixes_samples = self._mixes(values, {h: t[0] for h, t in held.items()})
+            if self.mixes_samples:
+                return
+            attempts: list[tuple[str, Callable[[], Tensor]]] = [
+                (MAPPED, lambda: self.mapped(stacked, held))
+            ]
+            if not held:
+                attempts.insert(0, (MERGED, lambda: self.merged(stacked)))
+            for way, run in attempts:
+                if _agrees(run, expected):
+                    self.way = way
+                    return
+
+    def _mixes(self, values: Mapping[str, Tensor], held: Mapping[Held, Tensor]) -> bool:
+        """Whether a sample's result depends on the other samples."""
+        n = min(len(x) if x.ndim else 0 for x in values.values())
+        if n < 2:
+            return False
+        whole = self.one(values, held)
+        few = {name: x[: n - 1] if len(x) == n else x for name, x in values.items()}
+        return not _agrees(lambda: self.one(few, held), whole[: n - 1] if whole.ndim else whole)
+
+
+class _Substituted:
+    """A block whose tensors are replaced by those of one device."""
+
+    def __init__(self, root: nn.Module, held: Mapping[Held, Tensor], training: bool) -> None:
+        self._root, self._training = root, training
+        self._by_node: dict[fx.Node, dict[str, Tensor]] = {}
+        for h, tensor in held.items():
+            self._by_node.setdefault(h.node, {})[h.name] = tensor
+
+    def function(self, node: fx.Node) -> Callable[..., Any]:
+        """What a node calls."""
+        own = self._by_node.get(node)
+        if node.op == "get_attr" and node.target == "training":
+            return lambda: self._training
+        if own is None:
+            return node_function(node, self._root)
+        if node.op == "get_attr":
+            return lambda: own[""]
+        module = self._root.get_submodule(str(node.target))
+        return lambda *args, **kwargs: functional_call(module, own, args, kwargs)
+
+
+def _held(piece: Piece, layout: ChainLayout) -> list[Held]:
+    found = []
+    for node in piece.op.nodes:
+        if node.op == "call_module":
+            module = piece.modes.original.get_submodule(str(node.target))
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+        elif node.op == "get_attr" and node.target != "training":
+            value = attribute_of(piece.modes.original, str(node.target))
+            tensors = [("", value)] if isinstance(value, Tensor) else []
+        else:
+            continue
+        for name, tensor in tensors:
+            for kind, learns in ((layout.parameters, True), (layout.statistics, False)):
+                if (segment := kind.find(tensor)) is not None:
+                    found.append(Held(node, name, segment, learns))
+    return found
+
+
+def _has_modes(node: fx.Node, piece: Piece) -> bool:
+    """Whether it computes something else when it is trained."""
+    if node.op == "get_attr":
+        return node.target == "training"
+    if node.op != "call_module":
+        return False
+    module = piece.modes.original.get_submodule(str(node.target))
+    return any(
+        isinstance(part, _NormBase)
+        or (isinstance(part, _DropoutNd) and bool(part.p))
+        or bool(getattr(part, "dropout", 0) and not isinstance(part.dropout, nn.Module))
+        or not type(part).__module__.startswith("torch.nn.")
+        for part in module.modules()
+    )
+
+
+def _other(x: Tensor) -> Tensor:
+    """Other values of the same shape and kind."""
+    rolled = x.roll(1, 0) if x.ndim else x
+    return rolled * 0.9 + 0.1 if rolled.is_floating_point() else rolled
+
+
+def _two(held: Held, pieces: tuple[Piece, ...]) -> Tensor:
+    for piece in pieces:
+        if held.node in piece.op.nodes:
+            path = ".".join(part for part in (str(held.node.target), held.name) if part)
+            value = attribute_of(piece.modes.original, path).detach()
+            return torch.stack([value, value * 1.1])
+    raise AssertionError(held)
+
+
+def _agrees(run: Callable[[], Tensor], expected: Tensor) -> bool:
+    try:
+        with warnings.catch_warnings():
+            # Where vmap has no rule it loops, slowly, and says so: our own loop is as good.
+            warnings.filterwarnings("error", "There is a performance drop")
+            result = run()
+    except (RuntimeError, ValueError, IndexError, AssertionError, TypeError, UserWarning):
+        return False
+    return (
+        isinstance(result, Tensor)
+        and result.shape == expected.shape
+        and torch.allclose(result.double(), expected.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
+    )
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    if len(x) == rows:
+        return x
+    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])

@@ -1,0 +1,236 @@
+"""A chain as instructions for many devices, made once from what ``freeze`` knows of its blocks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from cocofl.chain import BlockChain
+from cocofl.freeze import Network
+from cocofl.freeze.layers import is_plain
+from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, Operation, ValueName
+from cocofl.freeze.scheme import named_values
+from cocofl.vector.kernels.choice import KernelSet
+from cocofl.vector.program.example_values import values_on_example
+from cocofl.vector.program.fused_instructions import fused
+from cocofl.vector.program.instructions import (
+    Attend,
+    Concatenate,
+    Drop,
+    Instruction,
+    Layer,
+    Linears,
+    LookUp,
+    Node,
+    Normalise,
+    NormaliseSamples,
+    Rectify,
+    Score,
+)
+from cocofl.vector.program.node_calls import LOOPED, Modes, NodeCall, Piece
+from cocofl.vector.program.row_layout import ChainLayout
+from cocofl.vector.program.step_context import Environment, NormSpec, StepContext
+from cocofl.vector.rounding.points import RoundingPoints, Sites
+
+
+class Program:
+    """The instructions of a chain, in order, and where its tensors lie."""
+
+    def __init__(self, chain: BlockChain | Network, on: torch.device) -> None:
+        network = Network.of(chain)
+        chain, lowered = network.chain, network.with_dropout.blocks
+        self.n_blocks = len(network)
+        self.layout = ChainLayout.of(chain)
+        self.sites = Sites(network)
+        self.kernels = KernelSet.on(on)
+        self.rounding_points = RoundingPoints(network, self.sites)
+        self.inputs, self._outputs = lowered[0].inputs, lowered[-1].outputs
+        self.instructions = _Builder(chain, lowered, self.layout, on).build(self.sites)
+        nodes = [i.call for i in self.instructions if isinstance(i, Node)]
+        self.layers = [i for one in self.instructions for i in _layers(one)]
+        self.lone_norms = _lone_norms(self.layers, network)
+        """BatchNorms that find one value per channel in a sample: of one sample no variance."""
+        self._counted = [name for made in self.instructions for name in made.counted]
+        self.channels = self.channels_in(chain)
+        """Of the values whose number of channels matters, how many they have."""
+        self.scores = score_count(chain)
+        reads = Counter(segment for made in self.instructions for segment in made.learned)
+        # Gradients of the others are summed up on the way.
+        self.read_once = frozenset(
+            segment for segment, n in reads.items() if segment is not None and n == 1
+        )
+        self.is_capturable = not any(
+            node.way == LOOPED and (node.has_modes or node.mixes_samples) for node in nodes
+        )
+
+    def channels_in(self, narrow: BlockChain) -> dict[str, int]:
+        """The same for a narrower network, whose values have the same names."""
+        shapes = Network.of(narrow).with_dropout.shapes
+        return {name: shapes[name][-1] for name in self._counted if name in shapes}
+
+    def __call__(self, inputs: tuple[Any, ...], step: StepContext) -> Any:
+        """What the model returns, for all devices."""
+        env: Environment = dict(zip(self.inputs, inputs, strict=True))
+        for instruction in self.instructions:
+            env[instruction.name] = instruction(env, step)
+        return pytree.tree_map(
+            lambda leaf: env[leaf] if isinstance(leaf, ValueName) else leaf, self._outputs
+        )
+
+
+def score_count(chain: BlockChain | Network) -> int | None:
+    """How many scores a network gives, where it returns nothing but a tensor of them."""
+    lowered = Network.of(chain).with_dropout
+    returned = lowered.blocks[-1].outputs
+    shape = lowered.shapes.get(returned, ()) if isinstance(returned, ValueName) else ()
+    return shape[-1] if len(shape) > 1 else None
+
+
+def _lone_norms(layers: Sequence[Layer | Normalise], network: Network) -> list[Layer | Normalise]:
+    assert network.chain.example is not None
+    shapes, samples = network.with_dropout.shapes, len(network.chain.example[0])
+    normed = [layer for layer in layers if layer.norm is not None]
+    return [i for i in normed if math.prod(shapes[i.name]) == samples * shapes[i.name][1]]
+
+
+def _layers(one: Instruction) -> tuple[Layer | Normalise, ...]:
+    """The layers, of one instruction, that frozen devices have folded."""
+    if isinstance(one, Linears):
+        return one.layers
+    return (one,) if isinstance(one, Layer | Normalise) else ()
+
+
+class _Builder:
+    def __init__(
+        self,
+        chain: BlockChain,
+        lowered: tuple[LoweredBlock, ...],
+        layout: ChainLayout,
+        on: torch.device,
+    ) -> None:
+        self._lowered, self._slots = lowered, layout
+        self._graphs = [low.graph(block) for low, block in zip(lowered, chain.blocks, strict=True)]
+        modes = {module: module.training for module in chain.modules()}
+        chain.eval()
+        try:
+            seen = values_on_example(chain, lowered, self._graphs)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        self._example = {name: x.to(on) if isinstance(x, Tensor) else x for name, x in seen.items()}
+        self._modes = [Modes(graph, on) for graph in self._graphs]
+        self._inlined: dict[str, tuple[Piece, ...]] = {}
+        self._made: list[Instruction] = []
+
+    def build(self, sites: Sites) -> list[Instruction]:
+        """All instructions."""
+        for block, low in enumerate(self._lowered):
+            for op in low.operations:
+                self._add(op, block)
+        for leaf in named_values(self._lowered[-1].outputs):
+            if leaf in self._inlined:
+                self._materialise(leaf, self._lowered_block_of(leaf))
+        return fused(self._made, self._lowered, sites)
+
+    def _lowered_block_of(self, value: str) -> int:
+        return int(value.partition(".")[0])
+
+    def _add(self, op: Operation, block: int) -> None:
+        if isinstance(op, NodeOp):
+            self._add_node(op, block)
+            return
+        for name in op.inputs:
+            if name in self._inlined:
+                self._materialise(name, block)
+        if isinstance(op, ActOp):
+            self._made.append(Rectify(op, block))
+        elif isinstance(op, CatOp):
+            self._made.append(Concatenate(op, block))
+        else:
+            self._made.append(self._layer(op, block))
+
+    def _materialise(self, name: str, block: int) -> None:
+        """Make a value for all devices that so far was made by those who read it."""
+        call = NodeCall(self._inlined.pop(name), block, self._slots)
+        call.try_out(self._example)
+        self._made.append(Node(call))
+
+    def _layer(self, op: MapOp, block: int) -> Layer:
+        find, graph = self._slots.parameters.find, self._graphs[block]
+        norm = None if op.norm is None else self._norm(graph.get_submodule(op.norm))
+        if op.layer is None:
+            return Layer(op, block, None, None, norm)
+        layer: Any = graph.get_submodule(op.layer)
+        return Layer(op, block, find(layer.weight), find(layer.bias), norm)
+
+    def _norm(self, norm: nn.Module) -> NormSpec:
+        assert isinstance(norm, _BatchNorm)
+        learned, tracked = self._slots.parameters.find, self._slots.statistics.find
+        seen = norm.num_batches_tracked
+        return NormSpec(
+            learned(norm.weight),
+            learned(norm.bias),
+            tracked(norm.running_mean),
+            tracked(norm.running_var),
+            norm.eps,
+            norm.momentum,
+            0 if seen is None else int(seen),
+        )
+
+    def _add_node(self, op: NodeOp, block: int) -> None:
+        value = self._example[op.name]
+        if op.drops:
+            node, graph = op.nodes[-1], self._graphs[block]
+            module = graph.get_submodule(str(node.target)) if node.op == "call_module" else None
+            self._made.append(Drop(op.name, block, op.inputs[0], node, module))
+            return
+        if (own := self._known_layer(op, block)) is not None:
+            self._made.append(own)
+            return
+        pieces: dict[str, Piece] = {}
+        for name in op.inputs:
+            pieces |= {p.op.name: p for p in self._inlined.get(name, ())}
+        pieces[op.name] = Piece(op, self._modes[block])
+        call = NodeCall(tuple(pieces.values()), block, self._slots)
+        if not isinstance(value, Tensor) or not call.inputs:
+            self._inlined[op.name] = tuple(pieces.values())
+            return
+        call.try_out(self._example)
+        self._made.append(Attend.instead_of(Node(call), op))
+
+    def _known_layer(self, op: NodeOp, block: int) -> Instruction | None:  # noqa: PLR0911
+        """An instruction of its own for a layer that is plainly PyTorch's."""
+        node = op.nodes[-1]
+        if len(op.nodes) > 1 or node.op != "call_module" or len(op.inputs) != 1:
+            return None
+        if len(node.args) != 1 or node.kwargs or op.inputs[0] in self._inlined:
+            return None
+        graph, x = self._graphs[block], self._example[op.inputs[0]]
+        layer, find = graph.get_submodule(str(node.target)), self._slots.parameters.find
+        source = op.inputs[0]
+        norms = (nn.BatchNorm1d, nn.BatchNorm2d)
+        if isinstance(layer, _BatchNorm) and is_plain(layer, *norms) and x.ndim in {2, 3, 4}:
+            return Normalise(op.name, block, source, self._norm(layer))
+        if is_plain(layer, nn.Linear) and x.ndim > 1:
+            assert isinstance(layer, nn.Linear)
+            weight = find(layer.weight)
+            assert weight is not None
+            return Score(op.name, block, source, weight, find(layer.bias))
+        if is_plain(layer, nn.LayerNorm, nn.GroupNorm):
+            assert isinstance(layer, nn.LayerNorm | nn.GroupNorm)
+            return NormaliseSamples(
+                op.name, block, source, find(layer.weight), find(layer.bias), layer
+            )
+        if is_plain(layer, nn.Embedding):
+            assert isinstance(layer, nn.Embedding)
+            weight = find(layer.weight)
+            if layer.max_norm is None and not layer.scale_grad_by_freq and weight is not None:
+                return LookUp(op.name, block, source, weight, layer.padding_idx)
+        return None

@@ -1,0 +1,311 @@
+"""Layers of many devices at once: each device's own weights on its own mini-batch.
+
+A linear layer and a 1×1 convolution are batched matrix products, since images lie channels last;
+other convolutions are grouped ones on the CPU, and on CUDA kernels of our own. Those that have
+none (of several channels in groups, dilated, or of float64) run there one device after the other.
+
+A device computes with its own weight where it trains, else with a folded one, of which there may
+be two: int8 quantizes a weight per output channel forward and per input channel backward. The
+gradient is that of the own weight in any case; the optimizer knows who trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cocofl.freeze.kernels import Geometry
+from cocofl.numerics import StackedGrid
+from cocofl.vector.kernels import Activation, Asked
+from cocofl.vector.kernels.choice import Convolution, KernelSet, LinearKernels
+from cocofl.vector.kernels.rows import from_rows, rows_of
+from cocofl.vector.program.streams import Beside
+
+# Inputs of a convolution that is better a matrix product, where no gradient goes further back.
+_FEW = 64
+# Enough tiles of a matrix product to keep a large GPU busy; a sum over fewer rows is not split.
+_TILES, _TILE, _ROWS = 264, 64, 512
+
+
+def is_pointwise(shape: tuple[int, ...], geometry: Geometry) -> bool:
+    """Whether a convolution only mixes channels (be it at every other position)."""
+    return tuple(shape[-2:]) == (1, 1) and geometry.padding == (0, 0) and geometry.groups == 1
+
+
+class Weights(NamedTuple):
+    """Of one layer, (device, out, in, …): what learns, and what is computed with."""
+
+    own: Tensor
+    forward: Tensor
+    backward: Tensor
+
+    def flat(self) -> Weights:
+        """Of a 1×1 convolution as that of a linear layer."""
+        return Weights(*(w.flatten(2) for w in self))
+
+
+def stacked_layer(
+    x: Tensor,
+    w: Weights,
+    geometry: Geometry | None,
+    asked: Asked,
+    kernels: KernelSet,
+    beside: Beside | None = None,
+) -> Tensor:
+    """``x`` (device, sample, …) through each device's weight.
+
+    Its gradient is computed ``beside`` that of ``x``, where that is given.
+    """
+    # Only what nothing is done with before the end of a step may come late.
+    beside = beside if w.own.is_leaf else None
+    if geometry is None:
+        rows = _apply(_Multiply, rows_of(x, image=False), *w, beside)
+        return from_rows(rows, x, image=False)
+    if is_pointwise(tuple(w.own.shape), geometry):
+        vertical, horizontal = geometry.stride
+        if (vertical, horizontal) != (1, 1):
+            x = x[..., ::vertical, ::horizontal]
+        return from_rows(_apply(_Multiply, rows_of(x), *w.flat(), beside), x)
+    few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
+    if x.is_cuda and few and not x.requires_grad:
+        return _unfolded(x, w, geometry)
+    own = kernels.depthwise(x, w.own, geometry) or kernels.dense(x, geometry)
+    if own is not None:
+        return _apply(_ConvolveFused, x, *w, geometry, own, asked, beside)
+    return _apply(_Convolve, x, *w, geometry)
+
+
+def linear_layers(
+    x: Tensor,
+    weights: Sequence[Weights],
+    biases: Sequence[Tensor | None],
+    activation: Activation,
+    kernels: LinearKernels,
+    passed: Tensor | None,
+    grids: Sequence[StackedGrid | None],
+) -> tuple[list[Tensor], Tensor | None]:
+    """``x`` through several linear layers, by kernels that shift and activate, too.
+
+    What comes back through the activation is left to who finishes the layers. ``passed`` is
+    handed on as it is to others who read ``x``: what they send back is added to the gradient of
+    ``x`` on the way, instead of in a pass of its own. ``grids`` are what gradients are rounded to.
+    """
+    ways = [tensor for way in zip(*weights, strict=True) for tensor in way]
+    found = _Linears.apply(  # type: ignore[no-untyped-call]
+        rows_of(x, image=False), passed, kernels, activation, grids, *biases, *ways
+    )
+    rows = found[: len(weights)]
+    handed_on = None if passed is None else found[-1]
+    return [from_rows(y, x, image=False) for y in rows], handed_on
+
+
+def _unfolded(x: Tensor, w: Weights, g: Geometry) -> Tensor:
+    """A convolution of few inputs, such as a stem's, as a matrix product."""
+    vertical, horizontal = g.padding
+    padded = F.pad(x, (horizontal, horizontal, vertical, vertical))
+    windows = padded.unfold(3, w.own.shape[3], g.stride[0]).unfold(4, w.own.shape[4], g.stride[1])
+    columns = windows.permute(0, 1, 3, 4, 2, 5, 6)  # (device, sample, h, w, channel, point, point)
+    y = _apply(_Multiply, columns.flatten(4).flatten(1, 3), *w.flat(), None)
+    return y.view(*columns.shape[:4], -1).permute(0, 1, 4, 2, 3)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+class _Multiply(torch.autograd.Function):
+    """(device, row, in) · (device, out, in)ᵀ."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, own: Tensor, w: Tensor, w_back: Tensor, beside: Beside | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, w_back)
+        ctx.weight_dtype, ctx.beside = own.dtype, beside
+        return torch.bmm(x, w.to(x.dtype).transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_back = ctx.saved_tensors
+        gx = gw = None
+        if ctx.needs_input_grad[1]:
+            gw = _late(ctx.beside, lambda: _sum_of_products(g, x).to(ctx.weight_dtype), g, x)
+        if ctx.needs_input_grad[0]:
+            gx = torch.bmm(g, w_back.to(g.dtype))
+        return gx, gw, None, None, None
+
+
+def _late(beside: Beside | None, call: Callable[[], Tensor], *reads: Tensor) -> Tensor:
+    return call() if beside is None else beside.run(call, *reads)
+
+
+class _Linears(torch.autograd.Function):
+    """Several layers: all biases, all weights that learn, then those forward and those back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        passed: Tensor | None,
+        kernels: LinearKernels,
+        activation: Activation,
+        grids: Sequence[StackedGrid | None],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        n = len(tensors) // 4
+        biases, own, forward, back = (tensors[i * n : (i + 1) * n] for i in range(4))
+        ctx.kernels, ctx.grids, ctx.dtypes = kernels, grids, [w.dtype for w in own]
+        ctx.save_for_backward(x, *back)
+        found = kernels.linear(x, forward, biases, activation)
+        return (*found,) if passed is None else (*found, passed.view_as(passed))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *back = ctx.saved_tensors
+        n = len(back)
+        own, others = gradients[:n], gradients[n:]
+        grid = ctx.kernels.stacked(ctx.grids)
+        gx = None
+        if ctx.needs_input_grad[0]:
+            sent = others[0].reshape(x.shape) if others else None
+            gx = ctx.kernels.linear_input(own, back, sent, grid)
+        found = [
+            ctx.kernels.linear_weight(g, x, None if grid is None else grid[i])
+            for i, g in enumerate(own)
+        ]
+        shifts = [
+            gb if needed else None
+            for (_, gb), needed in zip(found, ctx.needs_input_grad[5 : 5 + n], strict=True)
+        ]
+        weights = [gw.to(dtype) for (gw, _), dtype in zip(found, ctx.dtypes, strict=True)]
+        return gx, None, None, None, None, *shifts, *weights, *[None] * 2 * n
+
+
+def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:
+    """gᵀ · x over many rows: cut into pieces where the result alone is too small for a GPU."""
+    d, n, out = g.shape
+    tiles = d * -(-out // _TILE) * -(-x.shape[2] // _TILE)
+    pieces = 1
+    while x.is_cuda and tiles * pieces < _TILES and n % (2 * pieces) == 0:
+        if n // (2 * pieces) < _ROWS:
+            break
+        pieces *= 2
+    if pieces == 1:
+        return torch.bmm(g.transpose(1, 2), x)
+    g = g.reshape(d * pieces, n // pieces, out)
+    x = x.reshape(d * pieces, n // pieces, -1)
+    parts = torch.bmm(g.transpose(1, 2), x).view(d, pieces, out, -1)
+    return parts.sum(1, dtype=torch.float32)
+
+
+class _Convolve(torch.autograd.Function):
+    """Any convolution."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, own: Tensor, w: Tensor, w_back: Tensor, geometry: Geometry
+    ) -> Tensor:
+        ctx.save_for_backward(x, w_back)
+        ctx.geometry, ctx.weight_dtype = geometry, own.dtype
+        g, w = geometry, w.to(x.dtype)
+        if x.is_cuda:
+            return _stack_images(
+                [
+                    F.conv2d(one, own, None, g.stride, g.padding, g.dilation, g.groups)
+                    for one, own in zip(x, _channels_last(w), strict=True)
+                ]
+            )
+        groups = len(x) * g.groups
+        y = F.conv2d(_in_groups(x), w.flatten(0, 1), None, g.stride, g.padding, g.dilation, groups)
+        return _apart(y, len(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_back = ctx.saved_tensors
+        g, w_back = ctx.geometry, w_back.to(x.dtype)
+        mask = [*ctx.needs_input_grad[:2], False]
+
+        def back(grad: Tensor, x: Tensor, w: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+            found = torch.ops.aten.convolution_backward(
+                grad, x, w, None, g.stride, g.padding, g.dilation, False, [0, 0], groups, mask
+            )
+            return found[0], found[1]
+
+        if x.is_cuda:
+            grad = grad if _is_channels_last(grad) else _as_channels_last(grad)
+            parts = [
+                back(*each, g.groups) for each in zip(grad, x, _channels_last(w_back), strict=True)
+            ]
+            gx = _stack_images([p[0] for p in parts]) if mask[0] else None
+            gw = torch.stack([p[1] for p in parts]) if mask[1] else None
+        else:
+            wide = len(x) * g.groups
+            gx, gw = back(_in_groups(grad), _in_groups(x), w_back.flatten(0, 1), wide)
+            gx = _apart(gx, len(x)) if mask[0] else None
+            gw = gw.view(w_back.shape) if mask[1] else None
+        return gx, None if gw is None else gw.to(ctx.weight_dtype), None, None, None
+
+
+class _ConvolveFused(torch.autograd.Function):
+    """A convolution by kernels of our own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        own: Tensor,
+        w: Tensor,
+        w_back: Tensor,
+        geometry: Geometry,
+        kernels: Convolution,
+        asked: Asked,
+        beside: Beside | None,
+    ) -> Tensor:
+        x = _as_channels_last(x)
+        ctx.save_for_backward(x, w_back)
+        ctx.geometry, ctx.kernels, ctx.asked = geometry, kernels, asked
+        ctx.weight_dtype, ctx.beside = own.dtype, beside
+        return kernels.forward(x, w, geometry)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_back = ctx.saved_tensors
+        g, walk = _as_channels_last(g), ctx.geometry
+        gx = gw = None
+        if ctx.needs_input_grad[1]:
+            weight = partial(ctx.kernels.weight, g, x, w_back, walk, ctx.asked.weight)
+            gw = _late(ctx.beside, lambda: weight().to(ctx.weight_dtype), g, x)
+        if ctx.needs_input_grad[0]:
+            gx = ctx.kernels.input(g, w_back, x, walk, ctx.asked.value)
+        return gx, gw, None, None, None, None, None, None
+
+
+def _channels_last(w: Tensor) -> list[Tensor]:
+    return [own.contiguous(memory_format=torch.channels_last) for own in w]
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.permute(0, 1, 3, 4, 2).is_contiguous()
+
+
+def _as_channels_last(x: Tensor) -> Tensor:
+    return x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+
+
+def _stack_images(each: list[Tensor]) -> Tensor:
+    return torch.stack([one.permute(0, 2, 3, 1) for one in each]).permute(0, 1, 4, 2, 3)
+
+
+def _in_groups(x: Tensor) -> Tensor:
+    """(device, sample, channel, …) to (sample, device · channel, …)."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _apart(y: Tensor, devices: int) -> Tensor:
+    return _as_channels_last(y.unflatten(1, (devices, -1)).transpose(0, 1))

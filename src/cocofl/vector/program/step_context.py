@@ -1,0 +1,169 @@
+"""What the instructions of a stacked chain need while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
+from cocofl.vector.kernels import Asked, Norm
+from cocofl.vector.kernels.choice import KernelSet
+from cocofl.vector.kernels.rows import row_count
+from cocofl.vector.program.row_layout import Segment
+from cocofl.vector.program.stacked_layers import Weights
+from cocofl.vector.program.streams import Beside
+from cocofl.vector.rounding.applied import ActivePoint, Note, rounded
+from cocofl.vector.rounding.points import CONVERSION, RoundingPoint
+from cocofl.vector.rounding.table import RoundingTable
+
+Environment = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Roles:
+    """By block and device, as masks."""
+
+    with_batch: Tensor
+    """Norms use the mini-batch and dropout drops: trained, or frozen by variant ``f``."""
+    trained: Tensor
+    reached: Tensor
+    """A gradient is needed: the block is trained, or one before it."""
+    quantized: Tensor
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A BatchNorm's layout and settings."""
+
+    weight: Segment | None
+    bias: Segment | None
+    mean: Segment | None
+    variance: Segment | None
+    eps: float
+    momentum: float | None
+    tracked: int
+    """Mini-batches seen before; counts where ``momentum`` is None."""
+
+
+@dataclass(eq=False)
+class StepContext:
+    """One forward pass of all devices, and the backward pass that follows."""
+
+    kernels: KernelSet
+    roles: Roles
+    valid: Tensor
+    """How many samples of each device's mini-batch count."""
+    batch: int
+    leaves: Mapping[Segment, Tensor]
+    weights: Mapping[str, Weights]
+    """Of each layer, by the value it makes."""
+    statistics: Mapping[Segment, Tensor]
+    frozen_factors: Mapping[str, Tensor]
+    frozen_offsets: Mapping[str, Tensor]
+    steps_done: Tensor
+    table: RoundingTable | None
+    on_the_fly: frozenset[RoundingPoint]
+    channels: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of values, how many entries of their last axis each device's network has; else all."""
+    late: tuple[Beside, frozenset[Segment]] | None = None
+    """Where gradients are computed that nobody waits for, and of which parameters."""
+    averages: bool = False
+    """Norms take plain means over mini-batches, whatever their momentum."""
+    modes: list[list[str]] = field(default_factory=list)
+    """By block and device, for what runs device by device."""
+    counts: list[int] | None = None
+    """What ``valid`` holds, where it is known on the host."""
+    measured: Tensor | None = None
+    """Scales by device and place, filled in while measuring."""
+    places: Mapping[str, int] = field(default_factory=dict)
+    measures: Tensor | None = None
+    """Who has its last mini-batch now."""
+
+    _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def rows(self, x: Tensor, *, image: bool = True) -> Tensor:
+        """How many of each device's rows of ``x`` count."""
+        n = row_count(x, image=image)
+        each = n // self.batch if x.shape[1] == self.batch else 0
+        if (each, n) not in self._rows:
+            self._rows[each, n] = self.valid * each if each else torch.full_like(self.valid, n)
+        return self._rows[each, n]
+
+    @cached_property
+    def tracking(self) -> Tensor:
+        """(block, device, 1): who trains a block now."""
+        return (self.roles.trained & (self.valid > 0)).unsqueeze(2)
+
+    def beside(self, weight: Segment) -> Beside | None:
+        """Where the gradient of a weight is computed, if not in its turn."""
+        return self.late[0] if self.late is not None and weight in self.late[1] else None
+
+    def asked(self, block: int) -> Asked:
+        """Whose gradients a layer of the block needs."""
+        return Asked(self.roles.trained[block], self.roles.reached[block])
+
+    def point(self, kind: str, value: str, block: int) -> ActivePoint:
+        """The point at a value."""
+        point = RoundingPoint(kind, value)
+        note = self._note(kind, value, block)
+        return ActivePoint(self.kernels, point, self.table, point in self.on_the_fly, note)
+
+    def _note(self, kind: str, value: str, block: int) -> Note | None:
+        place = self.places.get(scale_key(value, kind))
+        measured, now = self.measured, self.measures
+        if place is None or measured is None or now is None:
+            return None
+        mine = self.roles.trained[block] & now
+
+        def note(scale: Tensor) -> None:
+            # All zeros say nothing about a range, and a broken batch must not spoil the average.
+            tells = mine & (scale > 0) & (scale < torch.inf)
+            measured[:, place] = torch.where(tells, scale, measured[:, place])
+
+        return note
+
+    def settle(self, value: str, x: Any, block: int) -> Any:
+        """A value that no layer made: rounded, measured, and its gradient, too."""
+        if not (isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1):
+            return x
+        forward, backward = (self.point(kind, value, block) for kind in (OUTPUT, GRADIENT))
+        return rounded(x, forward, backward, self.rows(x))
+
+    def coded(self, env: Environment, value: str, block: int) -> Tensor:
+        """A value as int8 operations read it."""
+        x: Tensor = env[value]
+        point = self.point(CONVERSION, value, block)
+        if point.is_idle:
+            return x
+        key = f"{value} as codes"
+        if key not in env:
+            env[key] = rounded(x, point, point.idle(), self.rows(x))
+        coded: Tensor = env[key]
+        return coded
+
+    def norm(self, spec: NormSpec, name: str, block: int, layer_bias: Tensor | None) -> Norm:
+        """A BatchNorm of all devices."""
+        momentum: Tensor | float = spec.momentum if spec.momentum is not None else 0.0
+        if spec.momentum is None or self.averages:
+            before = 0 if self.averages else spec.tracked
+            momentum = (1.0 / (self.steps_done + before + 1))[:, None]
+        tracks_nothing = spec.mean is None
+        with_batch = self.roles.with_batch[block]
+        return Norm(
+            weight=None if spec.weight is None else self.leaves[spec.weight],
+            bias=None if spec.bias is None else self.leaves[spec.bias],
+            layer_bias=layer_bias,
+            running_mean=None if spec.mean is None else self.statistics[spec.mean],
+            running_variance=None if spec.variance is None else self.statistics[spec.variance],
+            momentum=momentum,
+            eps=spec.eps,
+            with_batch=torch.ones_like(with_batch) if tracks_nothing else with_batch,
+            tracks=self.tracking[block],
+            frozen_factor=self.frozen_factors[name],
+            frozen_offset=self.frozen_offsets[name],
+        )

@@ -1,0 +1,563 @@
+"""The devices of a round as one computation.
+
+A :class:`Cohort` has room for a number of devices and runs any devices, blocks and variants in
+it: what differs between them are masks and numbers in its tensors, never the computation. So
+the step can be captured once as a CUDA graph and replayed for all rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cocofl.chain import BlockChain
+from cocofl.errors import InvalidSetting
+from cocofl.freeze import Network, State
+from cocofl.local_rule import LocalRule
+from cocofl.numerics import HEADROOM
+from cocofl.span import Blocks, Role, Span
+from cocofl.vector.program.program import Program
+from cocofl.vector.program.row_layout import Segment
+from cocofl.vector.program.step_context import Roles, StepContext
+from cocofl.vector.program.streams import Beside
+from cocofl.vector.rounding.points import RoundingPoint, region_ends
+from cocofl.vector.rounding.table import DeviceRounding, RoundingTable
+from cocofl.vector.training.cuda_graphs import Graphs
+from cocofl.vector.training.frozen_weights import FrozenWeights
+from cocofl.vector.training.levels import WHOLE, Levels
+from cocofl.vector.training.losses import StackedLoss, cross_entropy, distance, of_classes
+from cocofl.vector.training.optimizer import Optimizer, Sgd
+from cocofl.vector.training.precision import Precision
+from cocofl.vector.training.rows import Rows
+from cocofl.vector.training.rules import RuleMemory, RuleRows
+
+# Rounds after which the scales that are known count as settled.
+_SETTLED = 3
+
+Source = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
+"""From sample numbers (device, sample) to the model's inputs and the labels."""
+
+
+class DeviceWork(NamedTuple):
+    """What one device does in a round."""
+
+    blocks: Blocks
+    variant: str
+    lr: float
+    state: int = 0
+    """Which of the round's states it begins with."""
+    level: int | None = None
+    """Which of the cohort's narrower networks it holds; None for the whole one."""
+    classes: tuple[int, ...] | None = None
+    """Whose scores count in its loss; None for all."""
+    distillation: float = 0.0
+    """Of the loss at a narrower level, the part that the network it holds decides, as a teacher."""
+    rule: LocalRule | None = None
+    """What is done to its gradients."""
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """What decides which computation a step is; all else are numbers in tensors."""
+
+    folds: bool
+    points: frozenset[RoundingPoint]
+    on_the_fly: frozenset[RoundingPoint]
+    narrow: bool = False
+    """Whether devices have networks of unequal width."""
+    levels: bool = False
+    """Whether each step is taken at a level of its own."""
+    distils: bool = False
+    """Whether what devices hold runs beside narrower networks, and teaches them."""
+    averages: bool = False
+    """Whether norms take plain means over mini-batches, whatever their momentum."""
+    masked: bool = False
+    """Whether some scores do not count in the losses."""
+    rules: tuple[LocalRule, ...] = ()
+    """What is done to the gradients of some devices, in the order of their masks."""
+
+
+class Cohort:
+    """Room for ``devices`` devices with mini-batches of ``batch`` samples of one chain."""
+
+    def __init__(
+        self,
+        chain: BlockChain | Network,
+        source: Source,
+        *,
+        devices: int,
+        batch: int,
+        on: torch.device | str = "cpu",
+        optimizer: Optimizer | None = None,
+        loss: StackedLoss = cross_entropy,
+        precision: str = "tf32",
+        headroom: float = HEADROOM,
+        capture: bool = True,
+        program: Program | None = None,
+    ) -> None:
+        self.on = torch.device(on)
+        self.devices, self.batch = devices, batch
+        self._optimizer = Sgd() if optimizer is None else optimizer
+        self._loss, self._source, self._headroom = loss, source, headroom
+        self._precision = Precision.named(precision)
+        network = Network.of(chain)
+        self.program = Program(network, self.on) if program is None else program
+        self._constants = {
+            key: network.chain.state_dict()[key] for key in self.program.layout.constants
+        }
+        layout, d = self.program.layout, devices
+
+        def rows(width: int, value: float = 0.0, dtype: torch.dtype = layout.dtype) -> Tensor:
+            return torch.full((d, width), value, dtype=dtype, device=self.on)
+
+        self.parameters = rows(layout.parameters.size)
+        self.statistics = rows(layout.statistics.size)
+        self._remembered = self._optimizer.memory(self.parameters)
+        self._rules = RuleRows(self.parameters)
+        self._leaves = {
+            segment: segment.of(self.parameters).detach().requires_grad_()
+            for segment in layout.parameters.all()
+        }
+        self._tracked = {
+            segment: segment.of(self.statistics) for segment in layout.statistics.all()
+        }
+        self.levels: Levels | None = None
+        self._block_of = layout.parameters.blocks().to(self.on)
+        self._frozen = FrozenWeights(self.program, devices, self.on)
+        self.measured = rows(len(self.program.sites.keys), torch.nan, torch.float32)
+
+        def flags() -> Tensor:
+            return torch.zeros(self.program.n_blocks, d, dtype=torch.bool, device=self.on)
+
+        self._roles = Roles(flags(), flags(), flags(), flags())
+        self._learns = torch.zeros(self.parameters.shape, dtype=torch.bool, device=self.on)
+        self._own = torch.zeros_like(self._learns)
+        self._nothing = rows(64)
+        self._unused: set[Segment] = set()
+        self._present = rows(self.program.scores or 0, 1.0)
+        self._lr = torch.zeros(d, dtype=layout.dtype, device=self.on)
+        self._indices = torch.zeros(d, batch, dtype=torch.long, device=self.on)
+        self._valid = torch.zeros(d, dtype=torch.int32, device=self.on)
+        self._last = torch.zeros(d, dtype=torch.bool, device=self.on)
+        self._steps_done = torch.zeros(d, dtype=layout.dtype, device=self.on)
+        self.losses = torch.zeros(d, dtype=torch.float64, device=self.on)
+        self._beside = Beside() if self.on.type == "cuda" else None
+        self._tables: dict[frozenset[RoundingPoint], RoundingTable] = {}
+        self._region_ends = frozenset[int]()
+        self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
+        self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
+
+    @property
+    def everything(self) -> Span:
+        """The span of all blocks."""
+        return Span(0, self.program.n_blocks)
+
+    # States as rows
+
+    def rows_of(self, states: Sequence[Mapping[str, Tensor]]) -> Rows:
+        """States as rows on the cohort's device."""
+        layout, sites = self.program.layout, self.program.sites
+        scales = torch.full((len(states), len(sites.keys)), torch.nan)
+        for row, state in zip(scales, states, strict=True):
+            for key, place in sites.place.items():
+                if key in state:
+                    row[place] = state[key].item()
+        return Rows(
+            torch.stack([layout.parameters.pack(state, self.parameters) for state in states]),
+            torch.stack([layout.statistics.pack(state, self.statistics) for state in states]),
+            scales.to(self.on),
+        )
+
+    def state_of(self, rows: Rows, index: int = 0) -> State:
+        """A state as ``freeze`` takes it; its tensors are parts of the rows."""
+        layout, found = self.program.layout, State()
+        for kind, own in (
+            (layout.parameters, rows.parameters),
+            (layout.statistics, rows.statistics),
+        ):
+            seen: set[Segment] = set()
+            for key, segment in kind.by_key.items():
+                part = segment.of(own)[index]
+                found[key] = part.clone() if segment in seen else part  # tied keys can be saved so
+                seen.add(segment)
+        return found | self._constants | self._scales_of(rows.scales[index])
+
+    @property
+    def n_levels(self) -> int:
+        """How many narrower networks it knows."""
+        return 0 if self.levels is None else self.levels.count
+
+    def add_level(self, factors: Tensor, channels: Mapping[str, int]) -> int:
+        """A narrower network, as factors on the places of a row of parameters; its number.
+
+        ``channels`` are what :meth:`Program.channels_in` finds in it.
+        """
+        if self.levels is None:
+            self.levels = Levels(self.program, self.devices, self.parameters)
+        if self.levels.is_full:
+            self._graphs.forget()
+        return self.levels.add(factors, channels)
+
+    def _scales_of(self, row: Tensor) -> State:
+        row = row.cpu()
+        values, parts = row.tolist(), row.unbind()
+        return {
+            key: parts[place]
+            for key, place in self.program.sites.place.items()
+            if values[place] == values[place]
+        }
+
+    def rows_now(self, device: int) -> Rows:
+        """What a device has learned, (1, place); until the cohort trains again."""
+        here = slice(device, device + 1)
+        return Rows(self.parameters[here], self.statistics[here], self.measured[here])
+
+    def update(self, rows: Rows, work: DeviceWork) -> State:
+        """What a device with these rows sends: tensors and scales of the blocks it trained."""
+        layout, sent = self.program.layout, State()
+        for kind, own in (
+            (layout.parameters, rows.parameters),
+            (layout.statistics, rows.statistics),
+        ):
+            for key, segment in kind.by_key.items():
+                if segment.block in work.blocks:
+                    sent[key] = segment.of(own)[0].clone()
+        for key, block in layout.constants.items():
+            if block in work.blocks:
+                sent[key] = self._constants[key].clone()
+        return sent | self._scales_of(rows.scales[0])
+
+    def statistics_at(self, levels: Sequence[int], device: int) -> dict[int, Tensor]:
+        """By level, the statistics of a device's narrower networks; until the next training."""
+        assert self.levels is not None or not levels
+        return {at: self.levels.statistics[device, at] for at in levels if self.levels is not None}
+
+    def remembered(self, device: int) -> dict[str, Tensor]:
+        """What the rule of a device's work lets it remember, as rows; until the next training."""
+        return {name: rows[device] for name, rows in self._rules.kept.items()}
+
+    def needs_two_samples(self, work: DeviceWork) -> bool:
+        """Whether a mini-batch of one sample would leave a norm without a variance."""
+        return any(
+            work.variant == "f" or one.block in work.blocks or (one.norm and one.norm.mean is None)
+            for one in self.program.lone_norms
+        )
+
+    # A round
+
+    def train(
+        self,
+        states: Rows,
+        known: Sequence[frozenset[str]],
+        works: Sequence[DeviceWork],
+        indices: NDArray[np.int64],
+        valid: NDArray[np.int64],
+        levels: tuple[NDArray[np.int64], Tensor] | None = None,
+        memories: Sequence[RuleMemory] = (),
+    ) -> None:
+        """Train all devices on their mini-batches: (step, device, sample) and (step, device).
+
+        ``known`` are the scales that each state has. There may be fewer works than room. With
+        ``levels`` each step is taken at one of the narrower networks or the whole one: at which,
+        (step, device), and the statistics that the narrower begin with, (device, level, place).
+        ``memories`` are what the rules of the works read, by device.
+        """
+        traits = self._begin(states, known, works)
+        traits = replace(
+            traits,
+            rules=self._rules.begin(self.parameters, [work.rule for work in works], memories),
+        )
+        room = self.devices - len(works)
+        traits = replace(
+            traits,
+            narrow=any(work.level is not None for work in works),
+            masked=any(work.classes is not None for work in works),
+        )
+        if traits.masked:
+            self._mark_present(works)
+        if levels is not None:
+            assert self.levels is not None
+            distillation = [*(work.distillation for work in works), *[0.0] * room]
+            traits = replace(traits, levels=True, distils=any(distillation))
+            schedule = np.pad(levels[0], ((0, 0), (0, room)), constant_values=WHOLE)
+            self.levels.begin(schedule, levels[1], self.statistics, distillation)
+        counts = np.pad(valid, ((0, 0), (0, room)))
+        finishing = (counts > 0) & (np.cumsum((counts > 0)[::-1], 0)[::-1] == 1)
+        finishing &= np.array([*(work.variant == "qff" for work in works), *[False] * room])
+        finishing_on_device = torch.from_numpy(finishing).to(self.on)
+        modes = _modes(works, self.program.n_blocks, room)
+        for step, host in self._load(indices, counts):
+            self._last.copy_(finishing_on_device[step])
+            if traits.levels and self.levels is not None:
+                self.levels.go_to(step)
+            measures = bool(finishing[step].any())
+            self._graphs.run((traits, measures), partial(self._step, traits, measures, modes, host))
+        taken = torch.from_numpy(np.maximum((counts > 0).sum(0), 1)).to(self.on)
+        self.losses /= taken
+        self._rules.end(traits.rules, self.parameters, self._lr, taken, self._learns)
+
+    def _mark_present(self, works: Sequence[DeviceWork]) -> None:
+        present = torch.ones(self._present.shape)
+        for row, work in zip(present, works, strict=False):
+            if work.classes is not None:
+                row.zero_()
+                row[list(work.classes)] = 1.0
+        self._present.copy_(present)
+
+    def measure_statistics(
+        self, states: Rows, indices: NDArray[np.int64], valid: NDArray[np.int64]
+    ) -> None:
+        """Each norm's statistics as plain means over a device's mini-batches; nothing learns."""
+        n = indices.shape[1]
+        works = [DeviceWork(self.everything, "f", 0.0)] * n
+        traits = replace(self._begin(states, [frozenset()], works), averages=True)
+        room = self.devices - n
+        modes = _modes(works, self.program.n_blocks, room)
+        for _, host in self._load(indices, np.pad(valid, ((0, 0), (0, room)))):
+            self._graphs.run(traits, partial(self._look, traits, modes, host))
+
+    def _load(
+        self, indices: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Set one step's mini-batches after the other; its number, and the samples that count."""
+        room = self.devices - indices.shape[1]
+        samples = torch.from_numpy(np.pad(indices, ((0, 0), (0, room), (0, 0)))).to(self.on)
+        valid = torch.from_numpy(counts.astype(np.int32)).to(self.on)
+        for step in range(len(indices)):
+            self._indices.copy_(samples[step])
+            self._valid.copy_(valid[step])
+            yield step, counts[step].tolist()
+
+    def _look(self, traits: _Traits, modes: list[list[str]], counts: list[int]) -> None:
+        with self._precision.active(), torch.no_grad():
+            inputs, _ = self._source(self._indices)
+            step = self._context(self._leaves, traits, False, modes, counts)
+            self.program(tuple(self._precision.cast(x) for x in inputs), step)
+        self._steps_done += 1
+
+    def _begin(
+        self, states: Rows, known: Sequence[frozenset[str]], works: Sequence[DeviceWork]
+    ) -> _Traits:
+        if len(works) > self.devices:
+            raise InvalidSetting(f"{len(works)} devices in a cohort with room for {self.devices}")
+        idle = DeviceWork(self.everything, "f", 0.0)
+        everyone = [*works, *[idle] * (self.devices - len(works))]
+        of_device = torch.tensor([work.state for work in everyone], device=self.on)
+        self.parameters.copy_(states.parameters[of_device])
+        self.statistics.copy_(states.statistics[of_device])
+        self.measured.fill_(torch.nan)
+        self.losses.zero_()
+        self._steps_done.zero_()
+        self._optimizer.begin(self._remembered)
+        self._lr.copy_(torch.tensor([work.lr for work in everyone], dtype=self._lr.dtype))
+        roles = _role_masks(everyone, self.program.n_blocks)
+        for kind, mask in roles.items():
+            getattr(self._roles, kind).copy_(torch.from_numpy(mask))
+        self._learns.copy_(self._roles.trained.t()[:, self._block_of])
+        self._own.copy_(self._roles.with_batch.t()[:, self._block_of])
+        for segment in self._unused:
+            self._learns[:, segment.start : segment.stop] = False
+        if self.levels is not None:
+            there = self.levels.hold([work.level for work in everyone])
+            self.parameters.mul_(there)
+            self._learns.logical_and_(there)
+
+        folds = not bool(roles["with_batch"].all())
+        if folds:
+            self._frozen.fill(
+                states, [(w.state, w.variant == "qff") for w in everyone], self._graphs
+            )
+        if not any(map(self._rounds, works)):
+            return _Traits(folds, frozenset(), frozenset())
+        return self._begin_rounding(states, known, everyone, folds)
+
+    def _rounds(self, work: DeviceWork) -> bool:
+        """Whether a device rounds anything at all."""
+        return work.variant == "qff" and len(work.blocks) < self.program.n_blocks
+
+    def _begin_rounding(
+        self,
+        states: Rows,
+        known: Sequence[frozenset[str]],
+        works: Sequence[DeviceWork],
+        folds: bool,
+    ) -> _Traits:
+        of_chain = self.program.rounding_points
+        settled = tuple(dict.fromkeys(known[work.state] for work in works if self._rounds(work)))
+        self._seen_known[settled] += 1
+        if self._seen_known[settled] < _SETTLED:
+            # In the first rounds new scales become known every time. One computation that can
+            # scale anything on the fly serves them all, so that not each has to be captured.
+            settled = (frozenset(), frozenset(self.program.sites.keys), *settled)
+        for work in works:
+            self._region_ends |= region_ends(work.blocks, self.program.n_blocks)
+        possible = [of_chain.possible(one, self._region_ends) for one in settled]
+        points = frozenset[RoundingPoint]().union(*(points for points, _ in possible))
+        on_the_fly = frozenset[RoundingPoint]().union(*(fly for _, fly in possible))
+        if points not in self._tables:
+            self._tables[points] = self._new_table(points)
+        table = self._tables[points]
+        own = [
+            table.of_device(
+                of_chain, work.blocks if work.variant == "qff" else None, known[work.state]
+            )
+            for work in works
+        ]
+        of_device = torch.tensor([work.state for work in works], device=self.on)
+        table.fill(DeviceRounding.stack(own), states.scales[of_device], self._headroom)
+        return _Traits(folds, points, on_the_fly)
+
+    def _new_table(self, points: frozenset[RoundingPoint]) -> RoundingTable:
+        sites, kernels = self.program.sites, self.program.kernels
+        return RoundingTable(points, self.devices, self.on, sites, kernels)
+
+    # A step
+
+    def _step(
+        self, traits: _Traits, measures: bool, modes: list[list[str]], counts: list[int]
+    ) -> None:
+        with self._precision.active(), torch.enable_grad():
+            inputs, labels = self._source(self._indices)
+            inputs = tuple(self._precision.cast(x) for x in inputs)
+            leaves = self._leaves
+            if traits.levels and self.levels is not None:
+                leaves = self.levels.narrowed(self.parameters, self.statistics)
+            step = self._context(leaves, traits, measures, modes, counts)
+            outputs = self.program(inputs, step)
+            if traits.masked:
+                outputs = of_classes(outputs, self._present)
+            losses = self._loss(outputs, labels, self._valid, counts)
+            layout, read = list(leaves), list(leaves.values())
+            if traits.distils:
+                losses = self._taught(losses, outputs, inputs, labels, step)
+                read += self._leaves.values()
+            found = torch.autograd.grad(losses.sum(), read, allow_unused=True)
+        if self._beside is not None:
+            self._beside.join()
+        gradients = self._flat(layout, found[: len(layout)])
+        if traits.levels and self.levels is not None:
+            self.levels.settle(gradients, self.statistics)
+        if traits.distils and self.levels is not None:
+            self.levels.settle_held()
+            gradients += self._flat(layout, found[len(layout) :])
+        self.losses += torch.where(self._valid > 0, losses.detach().double(), 0.0)
+        gradients = self._rules.corrected(
+            traits.rules, gradients, self.parameters, self._lr, self._steps_done
+        )
+        self._optimizer.step(
+            self.parameters,
+            gradients,
+            self._remembered,
+            self._lr,
+            self._learns,
+            self._valid,
+            self.program.kernels,
+        )
+        self._steps_done += 1
+
+    def _taught(
+        self,
+        losses: Tensor,
+        outputs: Tensor,
+        inputs: tuple[Tensor, ...],
+        labels: Tensor,
+        step: StepContext,
+    ) -> Tensor:
+        """The losses with what teachers say about ``outputs``, and with those of the teachers."""
+        assert self.levels is not None
+        teaching = replace(
+            step,
+            leaves=self._leaves,
+            weights=self._frozen.weights(self.parameters, self._leaves, self._roles, None),
+            statistics=self.levels.statistics_of_held(),
+            steps_done=self.levels.steps_done_by_held(),
+            channels=self.levels.channels_of_held() if step.channels else {},
+            table=None,
+            measured=None,  # a teacher says nothing about scales
+        )
+        teacher = self.program(inputs, teaching)
+        part = self.levels.distillation()
+        apart = distance(outputs, teacher, self._valid, part > 0)
+        own = self._loss(teacher, labels, self._valid, step.counts)
+        return (1 - part) * losses + part * apart + torch.where(part > 0, own, 0.0)
+
+    def _flat(self, layout: list[Segment], found: Sequence[Tensor | None]) -> Tensor:
+        parts, size = [], self.parameters.shape[1]
+        ends = [segment.start for segment in layout[1:]] + [size]
+        for segment, gradient, end in zip(layout, found, ends, strict=True):
+            if gradient is None:
+                # Like PyTorch's optimizers, leave alone what no gradient reaches: no decay either.
+                self._unused.add(segment)
+                self._learns[:, segment.start : segment.stop] = False
+                parts.append(self.parameters.new_zeros(self.devices, segment.stop - segment.start))
+            else:
+                parts.append(gradient.reshape(self.devices, -1))
+            if segment.stop < end:
+                parts.append(self._nothing[:, : end - segment.stop])
+        return torch.cat(parts, 1)
+
+    def _context(
+        self,
+        leaves: Mapping[Segment, Tensor],
+        traits: _Traits,
+        measures: bool,
+        modes: list[list[str]],
+        counts: list[int],
+    ) -> StepContext:
+        own = self._own if traits.folds else None
+        at_levels = self.levels if traits.levels else None
+        parameters = self.parameters if at_levels is None else at_levels.parameters
+        return StepContext(
+            kernels=self.program.kernels,
+            roles=self._roles,
+            valid=self._valid,
+            batch=self.batch,
+            leaves=leaves,
+            weights=self._frozen.weights(parameters, leaves, self._roles, own),
+            statistics=self._tracked,
+            frozen_factors=self._frozen.factors,
+            frozen_offsets=self._frozen.offsets,
+            steps_done=self._steps_done if at_levels is None else at_levels.steps_done(),
+            late=None if self._beside is None else (self._beside, self.program.read_once),
+            averages=traits.averages,
+            table=self._tables[traits.points] if traits.points else None,
+            on_the_fly=traits.on_the_fly,
+            channels=self.levels.channels() if traits.narrow and self.levels is not None else {},
+            modes=modes,
+            counts=counts,
+            measured=self.measured if measures else None,
+            places=self.program.sites.place,
+            measures=self._last if measures else None,
+        )
+
+
+def _role_masks(works: Sequence[DeviceWork], n_blocks: int) -> dict[str, NDArray[np.bool_]]:
+    """The fields of :class:`Roles`, by block and device."""
+    roles = np.array([[r.value for r in work.blocks.roles(n_blocks)] for work in works]).T
+    trained, reached = roles == Role.TRAINED.value, roles != Role.FROZEN.value
+    variants = np.array([work.variant for work in works])
+    return {
+        "trained": trained,
+        "reached": reached,
+        "with_batch": trained | (variants == "f"),
+        "quantized": ~trained & (variants == "qff"),
+    }
+
+
+def _modes(works: Sequence[DeviceWork], n_blocks: int, room: int) -> list[list[str]]:
+    """How blocks that run device by device are set: trained, with still statistics, or frozen."""
+
+    def mode(work: DeviceWork, block: int) -> str:
+        if work.blocks.role(block) is Role.TRAINED:
+            return "trained"
+        return "still" if work.variant == "f" else "frozen"
+
+    return [[*(mode(w, block) for w in works), *["frozen"] * room] for block in range(n_blocks)]

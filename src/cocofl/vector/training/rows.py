@@ -1,0 +1,38 @@
+"""States of the server or of devices, one below the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """States as rows: (state, place). Scales are NaN where nobody has measured them."""
+
+    parameters: Tensor
+    statistics: Tensor
+    scales: Tensor
+
+    def clone(self) -> Rows:
+        """A copy."""
+        return Rows(*(rows.clone() for rows in self))
+
+    def on_the_host(self) -> Rows:
+        """The same in the memory of the CPU."""
+        if not self.parameters.is_cuda:
+            return self
+        # A GPU writes to pinned memory by itself, and many times as fast.
+        copies = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self)
+        host = Rows(
+            *(copy.copy_(x, non_blocking=True) for copy, x in zip(copies, self, strict=True))
+        )
+        torch.cuda.current_stream().synchronize()
+        return host
+
+    @classmethod
+    def below_each_other(cls, several: Sequence[Rows]) -> Rows:
+        """All states of several."""
+        return several[0] if len(several) == 1 else cls(*map(torch.cat, zip(*several, strict=True)))
