@@ -44,7 +44,7 @@ from cocofl.fl.local import STATISTICS, Materials, Workshop
 from cocofl.fl.recipe import Recipe
 from cocofl.fl.strategies import STRATEGIES, Strategy
 from cocofl.freeze import KernelPlan, State, chain_state, check_state
-from cocofl.named import lookup, nearest
+from cocofl.named import lookup, names_in, nearest, refuse_untrusted
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.hardware import Hardware
@@ -156,6 +156,7 @@ def evaluate_run(
     places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
     neutral = {**places, "engine.kind": "auto", **(changes or {})}
     experiment = found.experiment.with_strategy("fedavg-full").changed(neutral)
+    refuse_untrusted(*names_in(experiment.by_key()))  # also for the worker processes
     job = Setup(experiment).job()
     own = executor or make_executor(experiment)
     try:
