@@ -90,5 +90,9 @@ class ProfilingFailed(CocoflError):
     """A configuration that could not be measured."""
 
 
+class Untrusted(CocoflError):
+    """A folder or a message names code, and nobody said that it may run."""
+
+
 class OtherHardware(UserWarning):
     """A profile table that was measured on another machine than this one."""

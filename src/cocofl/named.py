@@ -1,15 +1,75 @@
-"""Things by name: an entry of a registry, or the user's own as ``package.module:function``."""
+"""Things by name: an entry of a registry, or the user's own as ``package.module:function``.
+
+A name is code: importing it runs it. Names that the user's own Python code gives are imported. On
+the command line, and on a device that serves others, names are data (:func:`names_are_data`): one
+is imported only if the user has given it there, or trusts its module.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from cocofl.errors import CocoflError
+from cocofl.errors import CocoflError, Untrusted
 
 Entry = TypeVar("Entry")
+
+EVERYTHING = "*"
+_trusted: set[str] | None = None
+"""Names and modules that may be imported; None: all, as the user's own code is running."""
+
+
+@contextmanager
+def names_are_data(*trusted: str) -> Iterator[None]:
+    """Inside, only these names and modules are imported, and those that are vouched for."""
+    global _trusted  # noqa: PLW0603
+    before, path = _trusted, list(sys.path)
+    _trusted = set(trusted)
+    try:
+        yield
+    finally:
+        _trusted, sys.path[:] = before, path
+
+
+def vouch_for(*names: str) -> None:
+    """The user gave these names here and now: they are imported, from the current folder, too."""
+    own = [name for name in names if ":" in name or name == EVERYTHING]
+    if _trusted is not None and own:
+        _trusted.update(own)
+        # Last, so that nothing in the folder is taken for a library.
+        sys.path.append(os.getcwd())
+
+
+def names_in(values: Any) -> list[str]:
+    """All that may be names of functions in the settings of an experiment, at any depth.
+
+    >>> names_in({"model.name": "mine:net", "metrics": ["f1", "my.own:metric"], "groups": "a:0.25"})
+    ['mine:net', 'my.own:metric']
+    """
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        return [name for value in values for name in names_in(value)]
+    module, colon, function = str(values).partition(":")
+    parts = [*module.split("."), function]
+    return [str(values)] if colon and all(part.isidentifier() for part in parts) else []
+
+
+def refuse_untrusted(*names: str) -> None:
+    """Complain about a name that came with a folder or a message and that nobody vouched for."""
+    for name in names:
+        module = name.partition(":")[0]
+        if _trusted is not None and not _trusted & {EVERYTHING, name, module}:
+            raise Untrusted(
+                f"{name} would run code of the module {module!r}, and it was not you who named it "
+                "here: it came with what is read. If you trust whoever made that, say --trust "
+                f"(on a device: trust = {module!r} in its node config)"
+            )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -39,9 +99,15 @@ def lookup(
 
 
 def import_function(name: str, error: type[CocoflError]) -> Callable[..., Any]:
+    """The user's own function, if it may be imported."""
+    refuse_untrusted(name)
+    return import_ours(name, error)
+
+
+def import_ours(name: str, error: type[CocoflError]) -> Callable[..., Any]:
     """The function that ``package.module:function`` names.
 
-    >>> import_function("math:sqrt", CocoflError)(9.0)
+    >>> import_ours("math:sqrt", CocoflError)(9.0)
     3.0
     """
     module_name, _, function_name = name.partition(":")

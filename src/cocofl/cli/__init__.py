@@ -8,7 +8,6 @@ and exit code 2, anything else that goes wrong into exit code 1.
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from cocofl.cli.reporting import report
 from cocofl.cli.reproducing import reproduce_app
 from cocofl.cli.running import compare, evaluate, run
 from cocofl.errors import CocoflError
+from cocofl.named import names_are_data
 
 app = typer.Typer(
     name="cocofl",
@@ -85,10 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Taken off here so that it works in any place, before the command or behind it.
     debug = "--debug" in words
-    # As with `python -m`: the user's own package.module:function may lie in the current folder.
-    sys.path.insert(0, os.getcwd())
     try:
-        app(args=[word for word in words if word != "--debug"], prog_name="cocofl")
+        with names_are_data():
+            app(args=[word for word in words if word != "--debug"], prog_name="cocofl")
     except Exception as error:
         if debug:
             traceback.print_exc()

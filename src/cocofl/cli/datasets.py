@@ -14,6 +14,7 @@ from rich.table import Table
 from cocofl import data
 from cocofl.cli.outputs import check_writable
 from cocofl.cli.printing import Json, print_json, print_table, right, starting
+from cocofl.named import vouch_for
 
 data_app = typer.Typer(
     help="Data sets, and how they are divided over devices.", no_args_is_help=True
@@ -83,6 +84,7 @@ def data_show(
 
     path = out or Path(f"{name.replace(':', '.')}-{split}.png")
     check_writable(path, "--out")
+    vouch_for(name)
     train = data.load(name, data_dir=data_dir, preset=preset).train
     group_of = data.partition.equal_groups(devices, groups, seed)
     rule = data.Rule(split, alpha, not unequal)

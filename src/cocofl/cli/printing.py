@@ -14,6 +14,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the code that the folder names; you know who made it.")
+]
 
 
 def right(name: str) -> Column:

@@ -21,6 +21,7 @@ from cocofl.cli.printing import Json, print_json, print_table, right, starting
 from cocofl.errors import InvalidSetting, OtherHardware
 from cocofl.fl.select import feasible, maximal, nothing_fits
 from cocofl.models import MODELS
+from cocofl.named import vouch_for
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
@@ -62,6 +63,7 @@ def profile(
 
     Example: cocofl profile mobilenet --fast --threads 2 --out mobilenet.json
     """
+    vouch_for(model)
     if fast and analytic:
         raise InvalidSetting("--fast measures and --analytic does not; give one of them")
     cores = os.cpu_count() or 1

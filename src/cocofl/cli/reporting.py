@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import Json, print_json
+from cocofl.cli.printing import Json, Trust, print_json
 from cocofl.errors import CocoflError, InvalidSetting
+from cocofl.named import EVERYTHING, vouch_for
 
 
 def report(
@@ -23,12 +24,14 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(help="A folder for the figures as PNG and SVG.")
     ] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Write a page about one run, several, or a comparison: one file, nothing to install.
 
     Example: cocofl report runs/comparison --figures figures
     """
+    vouch_for(*[EVERYTHING] * trust)
     if out is not None and out.is_dir():
         raise InvalidSetting(f"{out} is a folder; expected the name of a page, like page.html")
     check_writable(out or runs[0] / "report.html", "--out")

@@ -17,6 +17,7 @@ from cocofl.cli.reporting import drawing
 from cocofl.cli.running import ProgressBar
 from cocofl.errors import InvalidSetting
 from cocofl.fl.strategies import facts_of
+from cocofl.named import names_in, vouch_for
 from cocofl.reproduction import collection as collections
 from cocofl.reproduction import plans, profiles, results, tables
 from cocofl.reproduction.collection import Collection
@@ -267,6 +268,8 @@ def _carry_out(
     if study.planned and not read:
         check_writable(out / f"{study.name}.csv", "--out")
         first = study.planned[0].experiment
+        for planned in study.planned:
+            vouch_for(*names_in(planned.experiment.by_key()))
         with stoppable(out, "the same command"), ProgressBar(first) as bar:
             notes += play(study.planned, out, watchers=[bar], announce=bar.announce)
     here, left_out = results.find(out, study.files, study.rows)

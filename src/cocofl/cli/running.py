@@ -15,7 +15,7 @@ from rich.table import Table
 
 from cocofl.budget import bytes_text
 from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import Json, print_json, print_table, right, stoppable
+from cocofl.cli.printing import Json, Trust, print_json, print_table, right, stoppable
 from cocofl.cli.reporting import report_of
 from cocofl.comparison import Comparison, Row
 from cocofl.comparison import compare as compare_strategies
@@ -25,6 +25,7 @@ from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Run, evaluate_run, simulate
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import BASELINE, PROPOSED
+from cocofl.named import EVERYTHING, names_in, vouch_for
 from cocofl.trackers import tracker
 
 File = Annotated[
@@ -117,6 +118,7 @@ def compare(
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
     experiment = read_experiment(file, changes, QUICK if file is None else {})
+    vouch_for(*_words(strategies))
     if not out.exists():
         check_writable(out, "--out")
     with stoppable(out, "the same command with --resume"), ProgressBar(experiment) as bar:
@@ -147,12 +149,14 @@ def evaluate(
     statistics: Annotated[
         str | None, typer.Option(help="BatchNorm's: running, or those of each test batch.")
     ] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Test a run's final model, or its last checkpoint.
 
     Example: cocofl evaluate runs/quickstart --statistics batch
     """
+    vouch_for(*[EVERYTHING] * trust, data or "")
     changes: dict[str, Any] = {
         key: str(value)
         for key, value in (
@@ -228,7 +232,9 @@ def read_experiment(
         if not equals:
             raise InvalidExperiment(f"--set {change}: expected key=value, like training.lr=0.05")
         pairs[key.strip()] = parse_value(value.strip())
-    return Experiment.load(file, pairs) if file else Experiment().changed(pairs)
+    experiment = Experiment.load(file, pairs) if file else Experiment().changed(pairs)
+    vouch_for(*names_in(experiment.by_key()))
+    return experiment
 
 
 def _flower() -> Callable[..., Run]:

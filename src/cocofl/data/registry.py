@@ -17,7 +17,7 @@ from cocofl.data.origin import Origin
 from cocofl.data.own import read_own
 from cocofl.data.split import Split, open_split, write_split
 from cocofl.errors import DataNotFound, InvalidData
-from cocofl.named import import_function, nearest
+from cocofl.named import import_ours, nearest
 
 logger = logging.getLogger("cocofl.data")
 
@@ -215,7 +215,7 @@ def listing(
 
 def _builder(source: Source) -> Callable[[Origin, str], AbstractContextManager[dict[str, Draft]]]:
     try:
-        return import_function(source.build, DataNotFound)
+        return import_ours(source.build, DataNotFound)
     except DataNotFound as error:
         cause = error.__cause__
         if not isinstance(cause, ModuleNotFoundError):

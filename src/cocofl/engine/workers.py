@@ -62,7 +62,7 @@ class _Channel:
             with suppress(OSError):  # beyond the system's limit for a user's pipes
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cocofl.engine.worker", *map(str, theirs)],
+            [sys.executable, "-P", "-m", "cocofl.engine.worker", *map(str, theirs)],
             pass_fds=theirs,
             env=os.environ | ENVIRONMENT,
             process_group=0,  # Ctrl-C is for the parent, which ends its workers itself

@@ -20,6 +20,7 @@ from cocofl.experiment.setup import Setup
 from cocofl.fl.evaluation import STATISTICS
 from cocofl.fl.strategies import NEEDS_NOTHING
 from cocofl.freeze import KernelPlan, State
+from cocofl.named import names_in, refuse_untrusted
 from cocofl.runlog import RunFolder, only_writer
 
 
@@ -122,6 +123,7 @@ def evaluate_run(
     places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
     neutral = {**places, "engine.kind": "auto", **(changes or {})}
     experiment = found.experiment.with_strategy(NEEDS_NOTHING).changed(neutral)
+    refuse_untrusted(*names_in(experiment.by_key()))  # also for the worker processes
     job = Setup(experiment).job()
     own = executor or make_executor(experiment)
     try:

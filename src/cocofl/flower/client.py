@@ -12,6 +12,7 @@ data-dir       the folder that the data function is given
 partition-id   with num-partitions: this device has one part of the data that everybody has
 threads        with how many threads it trains; default: what the table was measured with, or 1
 kernels        int8 kernels, if not those that are fastest here
+trust          modules of which the server may name functions: "task other_module"; default: none
 ============== ===================================================================================
 """
 
@@ -36,6 +37,7 @@ from cocofl.flower.records import read_request, update_reply
 from cocofl.flower.settings import alike_devices, node_budget
 from cocofl.flower.updates import Contract
 from cocofl.freeze import check_state
+from cocofl.named import names_are_data
 from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
 
@@ -46,8 +48,10 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """One round of one device: plan, train what fits, and send that."""
     state, settings = read_request(message)
-    device = Device(context.node_config, context.node_id, settings)
-    payload = device.play(settings["round"], settings["lr"], state)
+    node = context.node_config
+    with names_are_data(*str(node.get("trust", "")).split()):
+        device = Device(node, context.node_id, settings)
+        payload = device.play(settings["round"], settings["lr"], state)
     return Message(update_reply(payload), reply_to=message)
 
 

@@ -12,6 +12,7 @@ from cocofl.experiment import Run
 from cocofl.flower.app import run_config, write_app
 from cocofl.flower.loopback import DeploymentFailed, Loopback
 from cocofl.flower.settings import Deployment
+from cocofl.named import names_in
 from cocofl.runlog import Record, RunFolder
 
 # A strong, a medium and a weak device, and so on in turn.
@@ -36,11 +37,13 @@ def try_out(
     with Loopback(folder / "network", secure=secure) as network:
         for number in range(supernodes):
             budget = BUDGETS[number % len(BUDGETS)]
-            node = {
+            node: dict[str, float | str] = {
                 "partition-id": number,
                 "num-partitions": supernodes,
                 **dict.fromkeys(("time", "memory", "upload"), budget),
             }
+            if own := names_in(experiment.by_key()):
+                node["trust"] = " ".join(own)
             key = network.new_key(f"node{number}") if secure else None
             network.start_node(f"supernode{number}", node, key=key)
         run_id = network.submit(app)

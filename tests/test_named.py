@@ -1,0 +1,175 @@
+"""Names are code, folders are data: what is read runs nothing that it names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cocofl import Experiment, simulate
+from cocofl.cli import main
+from cocofl.errors import CocoflError, Untrusted
+from cocofl.named import import_function, names_are_data, vouch_for
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "rounds": 1,
+    "model.options": {"tiny": True},
+    "devices.count": 6,
+    "devices.per_round": 2,
+    "engine.kind": "serial",
+    "engine.kernels": "reference",
+    "engine.workers": 1,
+}
+# Importing it leaves a mark; so does every call.
+MALICE = """
+from pathlib import Path
+Path("ran").touch()
+def act(*_, **__):
+    raise RuntimeError("the code of the folder was run")
+"""
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("made") / "run"
+    simulate(Experiment().changed(TINY), out=path)
+    return path
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
+    (tmp_path / "malice.py").write_text(MALICE)
+    monkeypatch.chdir(tmp_path)
+    # As if it were installed: what is refused is refused wherever the module lies.
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "malice", raising=False)
+
+    def run(*words: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+def downloaded(honest: Path, folder: Path, changes: dict[str, Any]) -> Path:
+    """A run folder whose experiment names other things than what was run."""
+    folder.mkdir()
+    for file in honest.iterdir():
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    hostile = Experiment().changed(TINY | changes)
+    (folder / "experiment.toml").write_text(hostile.to_toml())
+    return folder
+
+
+NAMES: list[dict[str, Any]] = [
+    {"model.name": "malice:act"},
+    {"data.name": "malice:act"},
+    {"training.loss": "malice:act"},
+    {"training.optimizer": "malice:act"},
+]
+OTHERS: list[dict[str, Any]] = [
+    {"strategy.name": "malice:act"},
+    {"model.init": "malice:act"},
+    {"tables.spans": "malice:act"},
+    {"devices.groups": [{"name": "all", "share": 1.0, "trace": "malice:act"}]},
+]
+
+
+@pytest.mark.parametrize("changes", NAMES, ids=str)
+def test_evaluate_refuses_what_a_folder_names(
+    changes: dict[str, Any], honest: Path, call: Call, tmp_path: Path
+) -> None:
+    done = call("evaluate", str(downloaded(honest, tmp_path / "run", changes)))
+    assert done.code == 2
+    assert "module 'malice'" in done.err
+    assert "--trust" in done.err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("changes", [*NAMES, *OTHERS], ids=str)
+def test_report_runs_nothing_that_a_folder_names(
+    changes: dict[str, Any], honest: Path, call: Call, tmp_path: Path
+) -> None:
+    path = downloaded(honest, tmp_path / "run", changes)
+    done = call("report", str(path))
+    assert done.code == 0, done.err
+    assert not (tmp_path / "ran").exists()
+    if changes in NAMES:
+        assert "--trust" in (path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("changes", [NAMES[0], *OTHERS], ids=str)
+def test_resume_plays_what_the_user_names(
+    changes: dict[str, Any], honest: Path, call: Call, tmp_path: Path
+) -> None:
+    (tmp_path / "own.toml").write_text(Experiment().changed(TINY).to_toml())
+    path = downloaded(honest, tmp_path / "run", changes)
+    done = call("run", "own.toml", "--resume", "--no-report", "--out", str(path))
+    assert done.code == 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_who_trusts_a_folder_says_so(honest: Path, call: Call, tmp_path: Path) -> None:
+    path = downloaded(honest, tmp_path / "run", NAMES[0])
+    done = call("evaluate", str(path), "--trust")
+    assert done.code == 1
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_library_in_the_folder_is_not_imported(honest: Path, tmp_path: Path) -> None:
+    path = downloaded(honest, tmp_path / "run", {})
+    for name in ("jinja2", "plotly", "numpy", "torch"):
+        (path / f"{name}.py").write_text("raise SystemExit('imported')")
+    script = Path(sys.executable).parent / "cocofl"
+    for command in ("report", "evaluate"):
+        done = subprocess.run(
+            [script, command, "."], cwd=path, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_of_this_command_line_are_imported(call: Call, tmp_path: Path) -> None:
+    call("data", "show", "malice:act")
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_name_in_the_user_s_own_file_is_imported(call: Call, tmp_path: Path) -> None:
+    own = Experiment().changed(TINY | {"model.name": "malice:act"})
+    (tmp_path / "own.toml").write_text(own.to_toml())
+    call("run", "own.toml", "--out", str(tmp_path / "run"))
+    assert (tmp_path / "ran").exists()
+
+
+def test_python_code_may_name_anything() -> None:
+    assert import_function("math:sqrt", CocoflError)(9.0) == 3.0
+
+
+def test_data_names_only_trusted_modules() -> None:
+    with names_are_data("math"):
+        assert import_function("math:sqrt", CocoflError)(9.0) == 3.0
+        with pytest.raises(Untrusted, match="'operator'"):
+            import_function("operator:neg", CocoflError)
+        path = list(sys.path)
+        vouch_for("operator:neg", "mobilenet")
+        assert import_function("operator:neg", CocoflError)(1) == -1
+        with pytest.raises(Untrusted):
+            import_function("operator:add", CocoflError)
+    assert sys.path == path
