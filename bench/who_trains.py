@@ -80,7 +80,7 @@ def shares(experiment: Experiment, dataset: DataSet | None) -> tuple[list[Share]
         spans = [work.span for work in works if isinstance(work, SpanWork)]
         widths = [float(str(work)) for work in works if not isinstance(work, SpanWork)]
         sizes = [*map(len, spans), *widths]
-        blocks = sorted({block for span in spans for block in range(span.start, span.stop)})
+        blocks = sorted({block for span in spans for block in span})
         # Between the first and the last there may be some that nobody trains.
         reach = f"{len(blocks)} of {blocks[0]}:{blocks[-1] + 1}" if blocks else ""
         if widths:

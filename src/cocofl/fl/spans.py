@@ -10,14 +10,14 @@ from torch import Tensor
 from cocofl.fl.local import Task, Workshop
 from cocofl.fl.merge import Contribution, State
 from cocofl.freeze import FrozenNet, freeze
-from cocofl.span import Span
+from cocofl.span import Blocks
 
 
 @dataclass(frozen=True)
 class SpanWork:
     """Train the blocks of ``span``; freeze the others as ``variant`` says."""
 
-    span: Span
+    span: Blocks
     variant: str = "qff"
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 from cocofl.freeze.kernels import KERNELS
 from cocofl.freeze.net import BACKENDS, VARIANTS, FrozenNet, freeze
 from cocofl.freeze.plan import KernelPlan
-from cocofl.freeze.state import State, Update, chain_state, check_state
+from cocofl.freeze.state import State, Update, chain_state, check_state, upload_sizes
 
 __all__ = [
     "BACKENDS",
@@ -16,4 +16,5 @@ __all__ = [
     "chain_state",
     "check_state",
     "freeze",
+    "upload_sizes",
 ]

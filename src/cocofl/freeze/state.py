@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidState
 from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
-from cocofl.freeze.lowering import LoweredBlock
+from cocofl.freeze.lowering import LoweredBlock, lower
 from cocofl.span import Blocks
 
 State = dict[str, Tensor]
 
 _COUNTER = "num_batches_tracked"
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,23 @@ def block_state(block: nn.Module) -> State:
 def chain_state(chain: BlockChain) -> State:
     """The chain's own weights as a state; no scale has been measured yet."""
     return {key: t.clone() for block in chain.blocks for key, t in block_state(block).items()}
+
+
+def scale_keys(lowered: LoweredBlock) -> list[str]:
+    """The scales that a device can measure in a block, in order."""
+    return [scale_key(site, way) for site in lowered.sites for way in (OUTPUT, GRADIENT)]
+
+
+def upload_sizes(chain: BlockChain, *, scales: bool) -> list[int]:
+    """The bytes that a device sends of each block that it trains, with its scales or without.
+
+    Scales are measured by those who freeze in int8 (variant ``qff``).
+    """
+    return [
+        sum(tensor.nbytes for tensor in block_state(block).values())
+        + (_SCALE_BYTES * len(scale_keys(low)) if scales else 0)
+        for block, low in zip(chain.blocks, lower(chain), strict=True)
+    ]
 
 
 def scales_of(state: Mapping[str, Tensor], lowered: Iterable[LoweredBlock]) -> dict[str, float]:
@@ -77,12 +95,7 @@ def check_state(
 
 
 def _scale_keys(lowered: Iterable[LoweredBlock]) -> set[str]:
-    return {
-        scale_key(site, direction)
-        for block in lowered
-        for site in block.sites
-        for direction in (OUTPUT, GRADIENT)
-    }
+    return {key for block in lowered for key in scale_keys(block)}
 
 
 def _check_tensor(key: str, tensor: Tensor, wanted: Tensor) -> None:
