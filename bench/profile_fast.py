@@ -100,7 +100,7 @@ def main() -> None:
         f"{args.model} {args.variant}, {args.threads} threads: {len(table)} spans in {took_s:.0f} s"
     )
     print(f"(mobilenet: at most 90 s); stated error {dict(table.error)}", flush=True)
-    used = {span for group in design(n) for span in group}
+    used = {span for group in design(n, list(all_spans(n))) for span in group}
     others = [span for span in all_spans(n) if span not in used]
     order = stream(1, "bench.profile_fast").permutation(len(others))[: args.held_out]
     held_out = [others[i] for i in order]

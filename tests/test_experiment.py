@@ -19,6 +19,7 @@ from torch import nn
 
 from cocofl import Span
 from cocofl.config import Experiment
+from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import InProcess
 from cocofl.engine.workers import WorkerFailed, Workers
 from cocofl.errors import (
@@ -31,8 +32,10 @@ from cocofl.errors import (
 from cocofl.experiment import Run, Setup, evaluate_run, simulate
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.head import beside_head
 from cocofl.profiling.workspace import Settings
 from cocofl.runlog import same_state
+from cocofl.span import Blocks
 
 TINY: dict[str, Any] = {
     "rounds": 3,
@@ -389,3 +392,23 @@ def test_metrics_hold_no_wall_clock(tmp_path: Path, executor: InProcess) -> None
     assert not {key for key in record if "train_s" in key or "evaluate_s" in key}
     (timing,) = run.folder.timing()
     assert timing["train_s"] > 0
+
+
+@pytest.mark.parametrize("on", ["serial", "cohort"])
+def test_the_classifier_is_trained_beside_every_span(on: str, executor, tmp_path: Path) -> None:
+    one = executor if on == "serial" else CohortExecutor("cpu")
+    experiment = tiny(strategy__head=True)
+    run = play(experiment, tmp_path / "head", one)
+    works = [Blocks(work) for r in run.rounds for _, _, work, _ in r["devices"] if work]
+    assert all(5 in blocks for blocks in works)
+    apart = [blocks for blocks in works if len(blocks.spans) == 2]
+    assert {str(blocks.spans[1]) for blocks in apart} == {"5:6"}
+    table = Setup(experiment).tables.spans("qff")
+    for blocks in apart:
+        alone, both = table.row(blocks.spans[0]), beside_head(table).row(blocks)
+        assert both[0] > alone[0]
+        assert both[1] >= alone[1]
+        assert both[2] > alone[2]
+    before = Setup(experiment).job().initial
+    moved = {key.partition(".")[0] for key, t in before.items() if not t.equal(run.state[key])}
+    assert "classifier" in moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -20,19 +21,19 @@ from cocofl.fl.merge import Contribution
 from cocofl.flower.updates import Contract, Limits
 from cocofl.freeze import chain_state, freeze
 from cocofl.models import MODELS
-from cocofl.span import Span
+from cocofl.span import Blocks, Span
 
 Header = dict[str, Any]
 FUZZ = Path(__file__).parent.parent / "bench" / "fuzz_updates.py"
 
 
-def trained(name: str, span: Span, *, tiny: bool = True):
+def trained(name: str, blocks: Blocks, *, tiny: bool = True):
     """A chain, its state, and what a device with it would send after one step."""
     torch.manual_seed(0)
     model = MODELS[name](10, tiny=tiny)
     chain = split(model, model.example_input(4))
     state = chain_state(chain)
-    net = freeze(chain, span, backend="reference", state=state).train()
+    net = freeze(chain, blocks, backend="reference", state=state).train()
     net.measure_scales()
     x = model.example_input(4)
     loss = torch.nn.functional.cross_entropy(net(x), torch.arange(4))
@@ -59,6 +60,33 @@ def test_an_update_comes_through_whole(sent) -> None:
     assert set(load(payload)) == {"F32", "scales"}, "any reader of safetensors can open it"
 
 
+def test_blocks_with_gaps_come_through_whole_and_one_way_only() -> None:
+    """The classifier beside a span: 1:3+5:6."""
+    chain, state, contribution = trained("resnet10-digits", Span(1, 3) | Span(5, 6))
+    contract = Contract(chain)
+    payload = contract.encode(contribution)
+    blocks, received = contract.decode(payload, state)
+    assert str(blocks) == "1:3+5:6"
+    assert all(torch.equal(t, contribution.tensors[k]) for k, t in received.tensors.items())
+    assert set(received.tensors) == set(contribution.tensors)
+    assert b"[1,3,5,6]" in payload
+    for ends in ([1, 2, 2, 3, 5, 6], [5, 6, 1, 3], [1, 3, 5], [1, 3, 5, 7], [1.0, 3, 5, 6], "1:3"):
+        with pytest.raises(RejectedUpdate, match="the network has 6 blocks") as caught:
+            contract.decode(rewritten(payload, {"span": ends}, leave), state)
+        assert caught.value.reason == "span"
+    with pytest.raises(RejectedUpdate):
+        contract.decode(rewritten(payload, {"span": [1, 6]}, leave), state)
+
+
+def test_one_span_is_written_as_it_always_was(sent) -> None:
+    chain, *_ = sent
+    contract = Contract(chain)
+    tensors = {s.key: torch.zeros(s.shape) for s in contract.slots(Span(1, 3))}
+    payload = contract.encode(Contribution(tensors, 5, 0.5))
+    digest = hashlib.sha256(payload).hexdigest()
+    assert digest == "de423241622bf5839af13e72c4d80f7c279c2d317afa3ea8269fcad6db2b91d1"
+
+
 @pytest.mark.parametrize("name", ["resnet18", "resnet10-digits", "mobilenet", "cnn"])
 def test_a_reply_is_hardly_larger_than_its_update(name: str) -> None:
     """At most a tenth, for any span that has more than 4 kB; of smaller ones the header shows."""
@@ -78,7 +106,7 @@ def changed(contribution: Contribution, **tensors: torch.Tensor) -> Contribution
     return replace(contribution, tensors={**contribution.tensors, **tensors})
 
 
-def test_only_one_whole_span_can_be_sent(sent) -> None:
+def test_only_whole_blocks_can_be_sent(sent) -> None:
     chain, _, contribution = sent
     contract = Contract(chain)
     key, tensor = next(iter(contribution.tensors.items()))
@@ -120,7 +148,7 @@ def leave(_header: Header) -> None: ...
         ("format", {}, lambda header: header["F32"].update(shape=[1, *header["F32"]["shape"]])),
         ("format", {"device": 7}, leave),
         ("format", {"layout": "0" * 16}, leave),
-        ("format", {"span": [1, 2, 3]}, leave),
+        ("span", {"span": [1, 2, 3]}, leave),
         ("format", {"span": [1, 2], "scales": "0"}, leave),
         ("span", {"span": [1, 7]}, leave),
         ("span", {"span": [3, 1]}, leave),
@@ -128,7 +156,7 @@ def leave(_header: Header) -> None: ...
         ("format", {"scales": "0"}, leave),
     ],
 )
-def test_only_one_whole_span_is_accepted(
+def test_only_whole_blocks_are_accepted(
     sent, reason: str, about: dict[str, Any], edit: Callable[[Header], Any]
 ) -> None:
     """Unknown keys, other types and shapes, spans with holes or beyond the network."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from cocofl import Budget, ProfileTable, Span, all_spans, feasible, maximal
 from cocofl.errors import InvalidSetting, NoFeasibleSpan
 from cocofl.fl.select import OVER, SELECTORS, feasible_widths, nothing_fits, select
 from cocofl.profiling import Cost
+from cocofl.span import Blocks
 
 limits = st.floats(0, 1.2)
 
@@ -66,7 +69,8 @@ def test_maximal_spans_of_any_budget_are_those_of_the_definition(
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=30))
 def test_maximal_of_any_list(pairs) -> None:
-    spans = [Span(start, start + length) for start, length in pairs]
+    ends = [Span(start, start + length) for start, length in pairs]
+    spans = ends + [one | other for one, other in zip(ends, ends[::-1], strict=True)]
     kept = maximal(spans)
     assert kept == sorted(set(kept))
     for span in spans:
@@ -108,7 +112,7 @@ def picks(selector: str, over: str) -> list[str]:
     rng = np.random.default_rng(3)
     chosen = (
         select(even_table(), Budget(time=0.5), rng, selector=selector, over=over, round_index=i)
-        for i in range(6)
+        for i in range(4 if ":" in selector else 6)
     )
     return [str(span) for span in chosen]
 
@@ -141,10 +145,33 @@ def test_a_zero_budget_has_an_error_of_its_own_too() -> None:
     assert "time 0.200 (there is 0.000)" in str(error)
 
 
-@pytest.mark.parametrize(("selector", "over"), [("best", "maximal"), ("random", "some")])
-def test_unknown_selectors_are_refused(selector: str, over: str) -> None:
-    with pytest.raises(InvalidSetting, match="round-robin over maximal or all"):
+@pytest.mark.parametrize(
+    ("selector", "over", "message"),
+    [
+        ("rando", "maximal", "did you mean random.*or your own as package"),
+        ("random", "some", "over maximal or all, not over 'some'"),
+        ("nowhere:select", "maximal", "cannot import nowhere:select"),
+    ],
+)
+def test_unknown_selectors_are_refused(selector: str, over: str, message: str) -> None:
+    with pytest.raises(InvalidSetting, match=message):
         select(even_table(), Budget(), np.random.default_rng(0), selector=selector, over=over)
+
+
+def nearest_to_the_output(
+    offered: Sequence[Blocks], _rng: np.random.Generator, round_index: int
+) -> Blocks:
+    return offered[-1 - round_index]
+
+
+def something_else(_offered: object, _rng: object, _round: object) -> Blocks:
+    return Span(0, 5)
+
+
+def test_a_selector_of_ones_own_is_a_function() -> None:
+    assert picks(f"{__name__}:nearest_to_the_output", "maximal")[:2] == ["3:5", "2:4"]
+    with pytest.raises(InvalidSetting, match=r"chose Span\(0, 5\); expected one of the 4"):
+        picks(f"{__name__}:something_else", "maximal")
 
 
 def test_widths_that_fit() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ from cocofl.profiling.cost_model import fast_table
 from cocofl.profiling.sweep import Progress, sweep
 from cocofl.profiling.workspace import Settings
 from cocofl.report.pictures import LEGEND, chain_picture
-from cocofl.span import Span
+from cocofl.span import Blocks
 
 
 def profile(
@@ -45,6 +45,9 @@ def profile(
     threads: Annotated[int | None, typer.Option(help="Default: all of this machine.")] = None,
     batch: Annotated[int, typer.Option(help="Samples per mini-batch.")] = 32,
     classes: Annotated[int | None, typer.Option(help="Outputs of the model.")] = None,
+    head: Annotated[
+        bool, typer.Option("--head", help="With the classifier trained beside every span.")
+    ] = False,
     fast: Annotated[bool, typer.Option("--fast", help="Measure few, predict the rest.")] = False,
     analytic: Annotated[bool, typer.Option("--analytic", help="Measure nothing: count.")] = False,
     device: Annotated[str, typer.Option(help="For --analytic: x64 or pi4.")] = "x64",
@@ -66,12 +69,11 @@ def profile(
     vouch_for(model)
     if fast and analytic:
         raise InvalidSetting("--fast measures and --analytic does not; give one of them")
-    cores = os.cpu_count() or 1
-    settings = Settings(
-        model, method, variant, backend, batch, cores if threads is None else threads, classes
-    )
+    cores = os.cpu_count() or 1 if threads is None else threads
+    settings = Settings(model, method, variant, backend, batch, cores, classes, head=head)
     kind = "width" if method == "width" else variant
-    path = out or Path(f"{model.replace(':', '.')}-{kind}.json")
+    mark = f"{kind}-head" if head else kind
+    path = out or Path(f"{model.replace(':', '.')}-{mark}.json")
     if path.exists() and plot is None:
         raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
     if plot is not None:
@@ -83,22 +85,26 @@ def profile(
         else:
             _profile(settings, path, fast=fast)
     table = ProfileTable.load(path)
+    _describe(table)
+    if plot is not None:
+        _draw(plot, table, beside or [name for name in shipped() if f"-{model}/" in name], kind)
+
+
+def _describe(table: ProfileTable) -> None:
     print(table.describe())
     if table.error:
-        print(
-            "stated error: " + ", ".join(f"{key} {value:g}" for key, value in table.error.items())
-        )
-    if plot is not None:
-        # Drawing takes longer to import than everything else here.
-        from cocofl.report.profiles import save_profile_figures  # noqa: PLC0415
-
-        more = beside or [name for name in shipped() if f"-{model}/" in name]
-        tables = [table, *(ProfileTable.load(name) for name in more if not _same(name, kind))]
-        print("Figures: " + ", ".join(map(str, save_profile_figures(plot, tables))))
+        parts = (f"{key} {value:g}" for key, value in table.error.items())
+        print(f"stated error: {', '.join(parts)}")
 
 
-def _same(name: str, kind: str) -> bool:
-    return name.startswith("measured:") and name.endswith(f"/{kind}")
+def _draw(plot: Path, table: ProfileTable, more: Sequence[str], kind: str) -> None:
+    """Figures of a table and others, without those that ship and are of the same kind."""
+    # Drawing takes longer to import than everything else here.
+    from cocofl.report.profiles import save_profile_figures  # noqa: PLC0415
+
+    same = [name for name in more if name.startswith("measured:") and name.endswith(f"/{kind}")]
+    tables = [table, *(ProfileTable.load(name) for name in more if name not in same)]
+    print("Figures: " + ", ".join(map(str, save_profile_figures(plot, tables))))
 
 
 def _profile(settings: Settings, path: Path, *, fast: bool) -> None:
@@ -189,9 +195,9 @@ def select(
     print(found.describe())
 
 
-def _span_row(table: ProfileTable, span: Span) -> dict[str, Any]:
-    time, memory, upload = table.row(span)
-    return {"span": str(span), "time": time, "memory": memory, "upload": upload}
+def _span_row(table: ProfileTable, blocks: Blocks) -> dict[str, Any]:
+    time, memory, upload = table.row(blocks)
+    return {"span": str(blocks), "time": time, "memory": memory, "upload": upload}
 
 
 def _cell(table: ProfileTable, name: str, value: Any) -> str:

@@ -1,33 +1,39 @@
-"""Which span a device trains this round (Algorithm 1 of the paper).
+"""Which blocks a device trains this round (Algorithm 1 of the paper).
 
 Feasible is what fits the budget; maximal is what is feasible and no part of another feasible
-span. CoCoFL draws one maximal span at random; the other selectors are those of the ablation.
+configuration. CoCoFL draws one maximal span at random; the other selectors are those of the
+ablation, and one's own is ``package.module:function``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cocofl.budget import Budget
 from cocofl.errors import InvalidSetting, NoFeasibleSpan
+from cocofl.named import lookup
 from cocofl.profiling.table import Configuration, ProfileTable
-from cocofl.span import Span
+from cocofl.span import Blocks, Span
 
 OVER = ("maximal", "all")
 
-Selector = Callable[[Sequence[Span], np.random.Generator, int], Span]
-"""From spans in order, a generator and the round to one span."""
+Selector = Callable[[Sequence[Blocks], np.random.Generator, int], Blocks]
+"""From what a device could train, in order, to what it trains this round.
+
+It is told a generator that belongs to the device and the round, and the round, counted from 0.
+"""
 
 _RESOURCES = ("time", "memory", "upload")
 # Fractions come from divisions: what a strong device needs must not fail by a rounding error.
 _SLACK = 1e-9
 
 
-def feasible(table: ProfileTable, budget: Budget) -> list[Span]:
-    """The spans that fit the budget in time, memory and upload, in order.
+def feasible(table: ProfileTable, budget: Budget) -> list[Blocks]:
+    """The sets of blocks that fit the budget in time, memory and upload, in order.
 
     Empty if nothing does; :func:`select` says then what is missing.
     """
@@ -41,20 +47,24 @@ def feasible_widths(table: ProfileTable, budget: Budget) -> list[float]:
     return [widths[i] for i in np.flatnonzero(_fits(table, budget)).tolist()]
 
 
-def maximal(spans: Sequence[Span]) -> list[Span]:
-    """The spans that are no proper part of another one, in order.
+def maximal(configurations: Iterable[Blocks]) -> list[Blocks]:
+    """Those that are no proper part of another one, in order.
 
     >>> [str(span) for span in maximal([Span(0, 2), Span(1, 2), Span(1, 4), Span(5, 6)])]
     ['0:2', '1:4', '5:6']
     """
-    kept: list[Span] = []
-    reached = 0
-    # Of spans in this order one is a part of another iff an earlier one reaches as far.
-    for span in sorted(set(spans), key=lambda span: (span.start, -span.stop)):
-        if span.stop > reached:
-            kept.append(span)
-            reached = span.stop
-    return kept
+    by_bits = {_bits(blocks): blocks for blocks in configurations}
+    kept: list[int] = []
+    for bits in sorted(by_bits, key=int.bit_count, reverse=True):
+        if not any(bits & larger == bits for larger in kept):
+            kept.append(bits)
+    return sorted(by_bits[bits] for bits in kept)
+
+
+@lru_cache(maxsize=4096)
+def _bits(blocks: Blocks) -> int:
+    """A set of blocks as a number: every device of every round asks for parts of others."""
+    return sum(1 << block for block in blocks)
 
 
 def select(
@@ -62,28 +72,37 @@ def select(
     budget: Budget,
     rng: np.random.Generator,
     *,
-    selector: str = "random",
+    selector: str | Selector = "random",
     over: str = "maximal",
     round_index: int = 0,
-) -> Span:
-    """One span that fits the budget; :class:`~cocofl.errors.NoFeasibleSpan` if none does.
+) -> Blocks:
+    """What fits the budget; :class:`~cocofl.errors.NoFeasibleSpan` if nothing does.
 
     A device that everything fits trains everything, whatever the selector: in the paper's study
     of selectors the strong devices do. ``rng`` belongs to the device and the round;
     ``round_index`` is what ``round-robin`` counts.
     """
-    choose = SELECTORS.get(selector)
-    if choose is None or over not in OVER:
-        raise InvalidSetting(
-            f"unknown selector {selector!r} over {over!r}; expected one of "
-            f"{', '.join(SELECTORS)} over {' or '.join(OVER)}"
-        )
-    spans = feasible(table, budget)
-    if not spans:
+    choose = selector_named(selector) if isinstance(selector, str) else selector
+    if over not in OVER:
+        raise InvalidSetting(f"a selector chooses over {' or '.join(OVER)}, not over {over!r}")
+    fitting = feasible(table, budget)
+    if not fitting:
         raise nothing_fits(table, budget)
-    if (everything := Span(0, table.n_blocks)) in spans:
+    if (everything := Span(0, table.n_blocks)) in fitting:
         return everything
-    return choose(maximal(spans) if over == "maximal" else spans, rng, round_index)
+    offered = maximal(fitting) if over == "maximal" else fitting
+    chosen = choose(offered, rng, round_index)
+    if chosen not in offered:
+        raise InvalidSetting(
+            f"the selector {selector} chose {chosen!r}; expected one of the {len(offered)} "
+            "configurations that it was given"
+        )
+    return chosen
+
+
+def selector_named(name: str) -> Selector:
+    """A selector by name, or the user's own as ``package.module:function``."""
+    return lookup(name, SELECTORS, "selector", InvalidSetting)
 
 
 def nothing_fits(table: ProfileTable, budget: Budget) -> NoFeasibleSpan:
@@ -113,20 +132,20 @@ def _fits(table: ProfileTable, budget: Budget) -> NDArray[np.bool_]:
     return fits
 
 
-def _at_random(spans: Sequence[Span], rng: np.random.Generator, _round: int) -> Span:
-    return spans[int(rng.integers(len(spans)))]
+def _at_random(offered: Sequence[Blocks], rng: np.random.Generator, _round: int) -> Blocks:
+    return offered[int(rng.integers(len(offered)))]
 
 
-def _most_blocks(spans: Sequence[Span], _rng: np.random.Generator, _round: int) -> Span:
-    return max(spans, key=len)  # of equally long ones the first: nearest to the input
+def _most_blocks(offered: Sequence[Blocks], _rng: np.random.Generator, _round: int) -> Blocks:
+    return max(offered, key=len)  # of equally long ones the first: nearest to the input
 
 
-def _fewest_blocks(spans: Sequence[Span], _rng: np.random.Generator, _round: int) -> Span:
-    return min(spans, key=len)
+def _fewest_blocks(offered: Sequence[Blocks], _rng: np.random.Generator, _round: int) -> Blocks:
+    return min(offered, key=len)
 
 
-def _in_turn(spans: Sequence[Span], _rng: np.random.Generator, round_index: int) -> Span:
-    return spans[round_index % len(spans)]
+def _in_turn(offered: Sequence[Blocks], _rng: np.random.Generator, round_index: int) -> Blocks:
+    return offered[round_index % len(offered)]
 
 
 SELECTORS: dict[str, Selector] = {

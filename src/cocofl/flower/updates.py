@@ -1,10 +1,10 @@
 """The contract of an update: how a device's contribution travels, and what the server accepts.
 
-Both sides know the network, so an update does not name its tensors. It says which span it is of,
-and then come the values of exactly that span's tensors, in the network's own order, as one flat
-tensor per type; scales follow, with a bit for each that the span's blocks can have. An unknown
-key, a missing tensor or a span with a hole cannot be said in this language, and a few hundred
-bytes are all that is sent besides the values.
+Both sides know the network, so an update does not name its tensors. It says which blocks it is of,
+and then come the values of exactly these blocks' tensors, in the network's own order, as one flat
+tensor per type; scales follow, with a bit for each that the blocks can have. An unknown key, a
+missing tensor or half a block cannot be said in this language, and a few hundred bytes are all that
+is sent besides the values.
 
 The bytes are a safetensors file with one line of JSON as metadata. There is only one way to write
 an update: the server makes the header that the metadata asks for, and compares. Nothing is
@@ -18,6 +18,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +30,9 @@ from cocofl.budget import bytes_text
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting, RejectedUpdate
 from cocofl.fl.state import Contribution, Tensors
-from cocofl.freeze import Network
-from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
+from cocofl.freeze import Network, upload_sizes
 from cocofl.freeze.state import block_state
-from cocofl.span import Span
+from cocofl.span import Blocks, Span
 
 _FORMAT = "cocofl update 1"
 _DTYPES = {
@@ -83,7 +85,7 @@ class Slot(NamedTuple):
 class Facts(NamedTuple):
     """What an update says besides its values."""
 
-    span: Span
+    blocks: Blocks
     samples: int
     loss: float
     scales: tuple[str, ...]
@@ -99,8 +101,8 @@ class Contract:
     >>> state = {slot.key: torch.zeros(slot.shape) for slot in contract.slots(Span(0, 2))}
     >>> trained = {"2.weight": torch.ones(2, 8), "2.bias": torch.ones(2)}
     >>> sent = contract.encode(Contribution(trained, 5))
-    >>> span, received = contract.decode(sent, state)
-    >>> str(span), received.samples, sorted(received.tensors)
+    >>> blocks, received = contract.decode(sent, state)
+    >>> str(blocks), received.samples, sorted(received.tensors)
     ('1:2', 5, ['2.bias', '2.weight'])
     >>> contract.decode(sent[:-1], state)
     Traceback (most recent call last):
@@ -113,49 +115,44 @@ class Contract:
             [Slot(key, t.dtype, tuple(t.shape)) for key, t in block_state(block).items()]
             for block in chain.blocks
         ]
-        self._scales = [
-            [scale_key(site, direction) for site in low.sites for direction in (OUTPUT, GRADIENT)]
-            for low in Network.of(chain).lowered.blocks
-        ]
-        everything = Span(0, len(self._slots))
-        scales = self.scale_keys(everything)
-        values = sum(slot.size * slot.dtype.itemsize for slot in self.slots(everything))
-        self.header_limit = _HEADER_BYTES + len(scales)
-        self.max_bytes = 8 + self.header_limit + values + 4 * len(scales)
+        self._scales = Network.of(chain).block_scale_keys
+        # A bit for every scale, and the ends of every other block.
+        self.header_limit = _HEADER_BYTES + sum(map(len, self._scales)) + 8 * len(self._slots)
+        self.max_bytes = 8 + self.header_limit + sum(upload_sizes(chain, scales=True))
 
-    def slots(self, span: Span) -> list[Slot]:
-        """The tensors of a span's blocks, in order."""
-        return [slot for block in self._slots[span.start : span.stop] for slot in block]
+    def slots(self, blocks: Blocks) -> list[Slot]:
+        """The tensors of blocks, in order."""
+        return [slot for block in blocks for slot in self._slots[block]]
 
-    def scale_keys(self, span: Span) -> list[str]:
-        """The scales that a device can measure in a span's blocks."""
-        return [key for block in self._scales[span.start : span.stop] for key in block]
+    def scale_keys(self, blocks: Blocks) -> list[str]:
+        """The scales that a device can measure in blocks."""
+        return [key for block in blocks for key in self._scales[block]]
 
     # --- the device's side -----------------------------------------------------------------------
 
     def encode(self, contribution: Contribution) -> bytes:
-        """A contribution as bytes; it must be of one span."""
-        span = self._span_of(contribution.tensors)
+        """A contribution as bytes; it must be of whole blocks."""
+        blocks = self._blocks_of(contribution.tensors)
         tensors = contribution.tensors
-        scales = tuple(key for key in self.scale_keys(span) if key in tensors)
-        facts = Facts(span, contribution.samples, float(contribution.loss), scales)
-        values = [_bytes(tensors[slot.key]) for slot in self._in_file_order(span)]
+        scales = tuple(key for key in self.scale_keys(blocks) if key in tensors)
+        facts = Facts(blocks, contribution.samples, float(contribution.loss), scales)
+        values = [_bytes(tensors[slot.key]) for slot in self._in_file_order(blocks)]
         return b"".join([self._header(facts), *values, *(_bytes(tensors[key]) for key in scales)])
 
-    def _span_of(self, tensors: Mapping[str, Tensor]) -> Span:
+    def _blocks_of(self, tensors: Mapping[str, Tensor]) -> Blocks:
         touched = [
-            index
+            Span(index, index + 1)
             for index, block in enumerate(self._slots)
             if any(slot.key in tensors for slot in block)
         ]
         if not touched:
             raise RejectedUpdate("span", "the contribution has no tensor of the network")
-        span = Span(touched[0], touched[-1] + 1)
-        wanted = {slot.key: slot for slot in self.slots(span)}
-        known = wanted.keys() | set(self.scale_keys(span))
+        blocks: Blocks = reduce(or_, touched)
+        wanted = {slot.key: slot for slot in self.slots(blocks)}
+        known = wanted.keys() | set(self.scale_keys(blocks))
         for key in sorted(wanted.keys() - tensors.keys()) + sorted(tensors.keys() - known):
             what = "lacks" if key in wanted else "has, besides its own tensors,"
-            raise RejectedUpdate("span", f"the contribution of {span} {what} {key!r}")
+            raise RejectedUpdate("span", f"the contribution of {blocks} {what} {key!r}")
         for key, slot in wanted.items():
             tensor = tensors[key]
             if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
@@ -164,11 +161,11 @@ class Contract:
                     f"{key!r} is {tensor.dtype} of shape {list(tensor.shape)}; the network has "
                     f"{slot.dtype} of shape {list(slot.shape)}",
                 )
-        return span
+        return blocks
 
     # --- the server's side -----------------------------------------------------------------------
 
-    def decode(self, payload: bytes, state: Mapping[str, Tensor]) -> tuple[Span, Contribution]:
+    def decode(self, payload: bytes, state: Mapping[str, Tensor]) -> tuple[Blocks, Contribution]:
         """What a device sent for a state, if every bit of it is as it should be.
 
         Else :class:`~cocofl.errors.RejectedUpdate`, and never any other exception.
@@ -187,7 +184,7 @@ class Contract:
             raise RejectedUpdate("format", "the header is not the one that belongs to its metadata")
         tensors = self._values(payload, len(header), facts)
         self._check_values(tensors, state, facts)
-        return facts.span, Contribution(tensors, facts.samples, facts.loss)
+        return facts.blocks, Contribution(tensors, facts.samples, facts.loss)
 
     def _facts(self, payload: bytes) -> Facts:
         """Read the metadata; every field is checked, and nothing else may be there."""
@@ -197,16 +194,12 @@ class Contract:
         try:
             text = json.loads(payload[8 : 8 + length].decode("ascii"))["__metadata__"]["cocofl"]
             content: Any = json.loads(text)
-            (start, stop), samples, loss = content["span"], content["samples"], content["loss"]
+            ends, samples, loss = content["span"], content["samples"], content["loss"]
             bits = int(content["scales"], 16)
         # A header is hostile until it is known: deep nesting and long numbers are mistakes too.
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RejectedUpdate("format", f"the metadata cannot be read: {error!r:.200}") from None
-        blocks = len(self._slots)
-        if not (_is_int(start) and _is_int(stop) and 0 <= start < stop <= blocks):
-            raise RejectedUpdate(
-                "span", f"the span is {start!r:.20}:{stop!r:.20}; the network has {blocks} blocks"
-            )
+        blocks = self._read_blocks(ends)
         most = self.limits.max_samples
         if not (_is_int(samples) and 1 <= samples <= most):
             raise RejectedUpdate(
@@ -214,21 +207,37 @@ class Contract:
             )
         if not (isinstance(loss, float) and math.isfinite(loss)):
             raise RejectedUpdate("values", f"the loss is {loss!r:.20}; expected a finite number")
-        span = Span(start, stop)
-        keys = self.scale_keys(span)
+        keys = self.scale_keys(blocks)
         if not 0 <= bits < 2 ** len(keys):
-            raise RejectedUpdate("scales", f"the update has scales that {span} does not have")
+            raise RejectedUpdate("scales", f"the update has scales that {blocks} does not have")
         scales = tuple(key for i, key in enumerate(keys) if bits >> i & 1)
-        return Facts(span, samples, loss, scales)
+        return Facts(blocks, samples, loss, scales)
+
+    def _read_blocks(self, ends: Any) -> Blocks:
+        """Blocks from the ends of their spans; each begins after the one before has ended."""
+        count = len(self._slots)
+        if (
+            not isinstance(ends, list)
+            or not 2 <= len(ends) <= count + 1
+            or len(ends) % 2
+            or not all(map(_is_int, ends))
+            or not all(a < b for a, b in pairwise([-1, *ends, count + 1]))
+        ):
+            raise RejectedUpdate(
+                "span", f"the span is {ends!r:.60}; the network has {count} blocks"
+            )
+        return Blocks.parse(
+            "+".join(f"{a}:{b}" for a, b in zip(ends[::2], ends[1::2], strict=True))
+        )
 
     def _values(self, payload: bytes, begin: int, facts: Facts) -> Tensors:
-        slots = self._in_file_order(facts.span)
+        slots = self._in_file_order(facts.blocks)
         slots += [Slot(key, torch.float32, ()) for key in facts.scales]
         wanted = sum(slot.size * slot.dtype.itemsize for slot in slots)
         if len(payload) - begin != wanted:
             raise RejectedUpdate(
                 "size",
-                f"{facts.span} needs {wanted} bytes of values; {len(payload) - begin} came",
+                f"{facts.blocks} needs {wanted} bytes of values; {len(payload) - begin} came",
             )
         # One copy that may be written to, and that the tensors share.
         buffer = bytearray(memoryview(payload)[begin:])
@@ -241,7 +250,7 @@ class Contract:
                 tensors[slot.key] = torch.empty(slot.shape, dtype=slot.dtype)
             at += slot.size * slot.dtype.itemsize
         # In the network's own order, as a device's contribution has them.
-        order = [slot.key for slot in self.slots(facts.span)] + list(facts.scales)
+        order = [slot.key for slot in self.slots(facts.blocks)] + list(facts.scales)
         return {key: tensors[key] for key in order}
 
     def _check_values(
@@ -265,26 +274,26 @@ class Contract:
         if not math.sqrt(change) <= most:
             raise RejectedUpdate(
                 "change",
-                f"the update moves {facts.span} by {math.sqrt(change):.3g}; at most {most:.3g} is "
-                f"allowed (max_change = {self.limits.max_change:g})",
+                f"the update moves {facts.blocks} by {math.sqrt(change):.3g}; at most {most:.3g} "
+                f"is allowed (max_change = {self.limits.max_change:g})",
             )
 
     # --- the form --------------------------------------------------------------------------------
 
-    def _in_file_order(self, span: Span) -> list[Slot]:
+    def _in_file_order(self, blocks: Blocks) -> list[Slot]:
         """Tensors of one type lie together, wider types first so that all are aligned."""
         return sorted(
-            self.slots(span), key=lambda slot: (-slot.dtype.itemsize, _DTYPES[slot.dtype])
+            self.slots(blocks), key=lambda slot: (-slot.dtype.itemsize, _DTYPES[slot.dtype])
         )
 
     def _header(self, facts: Facts) -> bytes:
         """The only header that an update with these facts can have."""
-        keys = self.scale_keys(facts.span)
+        keys = self.scale_keys(facts.blocks)
         present = set(facts.scales)
         metadata = {
             "format": _FORMAT,
-            "layout": self._fingerprint(facts.span),
-            "span": [facts.span.start, facts.span.stop],
+            "layout": self._fingerprint(facts.blocks),
+            "span": [end for span in facts.blocks.spans for end in (span.start, span.stop)],
             "samples": facts.samples,
             "loss": facts.loss,
             "scales": f"{sum(1 << i for i, key in enumerate(keys) if key in present):x}",
@@ -305,16 +314,16 @@ class Contract:
 
     def _stretches(self, facts: Facts) -> Iterator[tuple[str, torch.dtype, int]]:
         """The flat tensors of the file: one per type, and the scales."""
-        slots = self._in_file_order(facts.span)
+        slots = self._in_file_order(facts.blocks)
         for dtype in dict.fromkeys(slot.dtype for slot in slots):
             yield _DTYPES[dtype], dtype, sum(slot.size for slot in slots if slot.dtype == dtype)
         if facts.scales:
             yield _SCALES, torch.float32, len(facts.scales)
 
-    def _fingerprint(self, span: Span) -> str:
+    def _fingerprint(self, blocks: Blocks) -> str:
         """Of names, types and shapes: who has another network in mind is found out."""
-        listing = [(slot.key, _DTYPES[slot.dtype], slot.shape) for slot in self.slots(span)]
-        text = _json([listing, self.scale_keys(span)])
+        listing = [(slot.key, _DTYPES[slot.dtype], slot.shape) for slot in self.slots(blocks)]
+        text = _json([listing, self.scale_keys(blocks)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -4,7 +4,7 @@ from cocofl.freeze.kernel_plan import KernelPlan
 from cocofl.freeze.kernels import KERNELS, Geometry, Kernel, LinearMap, Prepared, backend_names
 from cocofl.freeze.layers import LAYERS, LinearLayer
 from cocofl.freeze.net import VARIANTS, FrozenNet, freeze
-from cocofl.freeze.network import Network
+from cocofl.freeze.network import Network, upload_sizes
 from cocofl.freeze.state import State, Update, chain_state, check_state
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "chain_state",
     "check_state",
     "freeze",
+    "upload_sizes",
 ]

@@ -16,6 +16,9 @@ from cocofl.freeze.lowering import lower
 from cocofl.freeze.memory_saving import memory_saving
 from cocofl.freeze.operations import LoweredBlock
 from cocofl.freeze.scheme import QuantizationScheme, quantization_scheme
+from cocofl.freeze.state import block_state
+
+_SCALE_BYTES = 4
 
 
 class LoweredChain:
@@ -117,7 +120,27 @@ class Network:
         return tuple(memory_saving(block) for block in self.chain.blocks)
 
     @cached_property
+    def block_scale_keys(self) -> tuple[tuple[str, ...], ...]:
+        """Of each block the scales that a device measures when it trains it, in order."""
+        return tuple(
+            tuple(scale_key(site, way) for site in block.sites for way in (OUTPUT, GRADIENT))
+            for block in self.lowered.blocks
+        )
+
+    @cached_property
     def scale_keys(self) -> tuple[str, ...]:
-        """The scales that trained blocks measure, in order."""
-        sites = (site for block in self.lowered.blocks for site in block.sites)
-        return tuple(scale_key(site, way) for site in sites for way in (OUTPUT, GRADIENT))
+        """Of all blocks."""
+        return tuple(key for keys in self.block_scale_keys for key in keys)
+
+
+def upload_sizes(chain: BlockChain | Network, *, scales: bool) -> list[int]:
+    """The bytes that a device sends of each block that it trains, with its scales or without.
+
+    Scales are measured by those who freeze in int8 (variant ``qff``).
+    """
+    network = Network.of(chain)
+    return [
+        sum(tensor.nbytes for tensor in block_state(block).values())
+        + (_SCALE_BYTES * len(keys) if scales else 0)
+        for block, keys in zip(network.chain.blocks, network.block_scale_keys, strict=True)
+    ]

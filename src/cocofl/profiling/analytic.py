@@ -8,7 +8,7 @@ wrong about full training, too. Every table made here says that it is analytic.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,12 @@ from torch.utils.flop_counter import flop_registry
 
 from cocofl.chain import BlockChain
 from cocofl.errors import CocoflError, InvalidSetting
-from cocofl.freeze import chain_state, freeze
+from cocofl.freeze import freeze, upload_sizes
 from cocofl.profiling.subject import Inputs, Subject
-from cocofl.profiling.sweep import LEVELS, STEPS, WIDTHS
+from cocofl.profiling.sweep import LEVELS, STEPS, WIDTHS, spans_of
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
 from cocofl.profiling.workspace import Settings
-from cocofl.span import Role, Span, all_spans
+from cocofl.span import Blocks, Role, Span
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
         block.register_forward_hook(counter.leaving(index))
     with counter, torch.autograd.graph.saved_tensors_hooks(count, lambda nothing: nothing):
         net(*inputs)
-    state = chain_state(chain)
+    # Scales are not counted: few bytes, and another table would draw other spans.
+    sizes = upload_sizes(chain, scales=False)
     work = []
     for index, block in enumerate(net.trained):
         parameters = sum(p.nbytes for p in block.parameters())
@@ -122,7 +123,7 @@ def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
                 largest_bytes=counter.largest[index],
                 output_bytes=counter.output[index],
                 parameter_bytes=parameters,
-                state_bytes=sum(state[k].nbytes for k in chain.block_keys(index) if k in state),
+                state_bytes=sizes[index],
             )
         )
     return work
@@ -174,20 +175,11 @@ def _nbytes(value: Any) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
 
 
-def role_of(block: int, trained: Collection[int]) -> Role:
-    """What a block does when any set of blocks is trained."""
-    if block in trained:
-        return Role.TRAINED
-    return Role.FROZEN if block < min(trained) else Role.PASSING
-
-
-def step_seconds(
-    work: Sequence[BlockWork], trained: Collection[int], variant: str, device: Device
-) -> float:
+def step_seconds(work: Sequence[BlockWork], trained: Blocks, variant: str, device: Device) -> float:
     """The time of one step when a set of blocks is trained."""
     first = min(trained)
     return sum(
-        block_seconds(block, role_of(i, trained), variant, device)
+        block_seconds(block, trained.role(i), variant, device)
         - (block.macs / device.float32_macs_per_s if i == first else 0.0)
         for i, block in enumerate(work)
     )
@@ -211,10 +203,10 @@ def _left(share: float, block: BlockWork) -> float:
 
 
 def peak_bytes(
-    work: Sequence[BlockWork], trained: Collection[int], variant: str, input_bytes: float
+    work: Sequence[BlockWork], trained: Blocks, variant: str, input_bytes: float
 ) -> float:
     """The peak of live tensor bytes: forward up to the loss, then backward, block by block."""
-    roles = [role_of(i, trained) for i in range(len(work))]
+    roles = trained.roles(len(work))
     frozen_share, passing_share = _WEIGHTS[variant]
     element = 0.25 if variant == "qff" else 1.0
     alive = input_bytes
@@ -254,9 +246,8 @@ def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
     else:
         work, inputs = _work_of(settings.subject)
         n_blocks = len(work)
-        for span in all_spans(n_blocks):
-            trained = range(span.start, span.stop)
-            costs[span] = _cost(work, trained, settings.variant, inputs, DEVICES[device])
+        for blocks in spans_of(settings, n_blocks):
+            costs[blocks] = _cost(work, blocks, settings.variant, inputs, DEVICES[device])
     spans = settings.method == "span"
     return ProfileTable.from_costs(
         costs,
@@ -277,7 +268,7 @@ def _width_costs(settings: Settings, device: Device) -> tuple[int, dict[Configur
     for width in counted:
         work, inputs = _work_of(settings.subject, width)
         n_blocks = len(work)
-        found.append(_cost(work, range(n_blocks), "f", inputs, device))
+        found.append(_cost(work, Span(0, n_blocks), "f", inputs, device))
     seconds, peaks, uploads = (
         np.interp(WIDTHS, counted, [getattr(cost, name) for cost in found]).tolist()
         for name in ("step_s", "tensor_bytes", "upload_bytes")
@@ -300,11 +291,7 @@ def _work_of(subject: Subject, width: float | None = None) -> tuple[list[BlockWo
 
 
 def _cost(
-    work: Sequence[BlockWork],
-    trained: Collection[int],
-    variant: str,
-    inputs: Inputs,
-    device: Device,
+    work: Sequence[BlockWork], trained: Blocks, variant: str, inputs: Inputs, device: Device
 ) -> Cost:
     memory = peak_bytes(work, trained, variant, sum(x.nbytes for x in inputs))
     seconds = step_seconds(work, trained, variant, device)

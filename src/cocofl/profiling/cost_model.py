@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,19 +22,17 @@ import torch
 from numpy.typing import NDArray
 
 from cocofl.allocator import keep_freed_memory
-from cocofl.errors import InvalidSpan
-from cocofl.freeze import FrozenNet, KernelPlan, freeze
-from cocofl.profiling.analytic import DEVICES, BlockWork, block_seconds, block_work, role_of
+from cocofl.freeze import KernelPlan, freeze, upload_sizes
+from cocofl.profiling.analytic import DEVICES, BlockWork, block_seconds, block_work
 from cocofl.profiling.hardware import Hardware
-from cocofl.profiling.measure import uploaded_bytes
-from cocofl.profiling.memory_model import MemoryModel, record_memory
+from cocofl.profiling.memory_model import Build, MemoryModel, record_memory
 from cocofl.profiling.subject import training_step
-from cocofl.profiling.sweep import LEVELS, WIDTHS, Progress
+from cocofl.profiling.sweep import LEVELS, WIDTHS, Progress, spans_of
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
 from cocofl.profiling.timeline import peak_tensor_bytes
 from cocofl.profiling.workspace import Settings, fill_plan, measured_state
 from cocofl.rng import stream
-from cocofl.span import Role, Span, all_spans
+from cocofl.span import Blocks, Role, Span
 
 ROUNDS = 6
 WARM_UP = 1
@@ -61,8 +59,8 @@ class TimeModel:
     out_of_span_s: float
     output_bytes: Floats
 
-    def step_s(self, trained: Collection[int]) -> float:
-        """The time of one step when these blocks are trained, contiguous or not."""
+    def step_s(self, trained: Blocks) -> float:
+        """The time of one step when these blocks are trained."""
         return float(_features(trained, self.output_bytes) @ _joined(self))
 
 
@@ -75,15 +73,11 @@ class CostModel:
     upload_bytes: Sequence[int]
     error: Mapping[str, float]
 
-    def cost(self, trained: Collection[int]) -> Cost:
+    def cost(self, trained: Blocks) -> Cost:
         """Step time, tensor peak and upload volume of a set of blocks."""
-        n = len(self.upload_bytes)
-        if not trained or not set(trained) <= set(range(n)):
-            raise InvalidSpan(
-                f"{sorted(trained)} is no set of blocks to train; there are 0…{n - 1}"
-            )
+        trained.check_fits(len(self.upload_bytes))
         step_s = float(f"{self.time.step_s(trained):.6g}")
-        upload = sum(self.upload_bytes[block] for block in set(trained))
+        upload = sum(self.upload_bytes[block] for block in trained)
         return Cost(step_s, None, self.memory.peak_bytes(trained), upload)
 
 
@@ -107,38 +101,25 @@ def fast_table(
     state, plan = measured_state(chain, inputs), KernelPlan()
     if settings.integers and n > 1:
         fill_plan(chain, state, settings, plan)
-
-    def build(span: Span) -> FrozenNet:
-        return freeze(
-            chain, span, variant=settings.variant, backend=settings.backend, state=state, plan=plan
-        )
+    how = partial(freeze, chain, variant=settings.variant, backend=settings.backend)
+    build: Build = partial(how, state=state, plan=plan)
 
     def make_step(key: Configuration) -> Callable[[], None]:
-        assert isinstance(key, Span)
+        assert isinstance(key, Blocks)
         return training_step(build(key), inputs)
 
-    memory = record_memory(build, inputs, n)
-    fitted, checks = design(n)
-    seconds: dict[Configuration, float] = {}
-    timing = interleaved([*fitted, *checks], make_step, _links(n))
-    for item in timing:
-        if isinstance(item, Progress):
-            yield item
-        else:
-            seconds = item
+    memory, wanted = record_memory(build, inputs, n), spans_of(settings, n)
+    fitted, checks = design(n, wanted)
+    seconds = yield from interleaved([*fitted, *checks], make_step, _links(n))
     work = block_work(chain, inputs)
     model = fit(work, settings.variant, {span: seconds[span] for span in fitted})
-    error = _error(
-        [model.step_s(range(s.start, s.stop)) / seconds[s] - 1 for s in checks], len(fitted)
-    )
-    uploads = [uploaded_bytes(build(Span(i, i + 1)), inputs) for i in range(n)]
+    error = _error([model.step_s(one) / seconds[one] - 1 for one in checks], len(fitted))
+    uploads = upload_sizes(chain, scales=settings.integers)
     cost_model = CostModel(model, memory, uploads, error)
-    costs: dict[Configuration, Cost] = {
-        span: cost_model.cost(range(span.start, span.stop)) for span in all_spans(n)
-    }
+    costs: dict[Configuration, Cost] = {blocks: cost_model.cost(blocks) for blocks in wanted}
     # What was measured is better than what is predicted from it.
-    for key, step_s in seconds.items():
-        costs[key] = costs[key]._replace(step_s=float(f"{step_s:.6g}"))
+    for key in costs.keys() & seconds.keys():
+        costs[key] = costs[key]._replace(step_s=float(f"{seconds[key]:.6g}"))
     yield ProfileTable.from_costs(
         costs,
         n_blocks=n,
@@ -170,18 +151,13 @@ def _fast_widths(settings: Settings, number: int) -> Iterator[Progress | Profile
         chain, inputs = settings.subject.chain(width)
         n_blocks = len(chain)
         net = freeze(chain, Span(0, n_blocks), variant="f")
-        uploads[width] = net.update().nbytes
+        uploads[width] = sum(upload_sizes(chain, scales=False))
         if width in measured:
             build = partial(freeze, chain, Span(0, n_blocks), variant="f")
             peaks[width] = peak_tensor_bytes(build, inputs)
             steps[width] = training_step(net, inputs)
-    seconds: dict[Configuration, float] = {}
     links: list[Configuration] = [measured[0], measured[len(measured) // 2], measured[-1]]
-    for item in interleaved(measured, lambda key: steps[key], links):
-        if isinstance(item, Progress):
-            yield item
-        else:
-            seconds = item
+    seconds = yield from interleaved(measured, lambda key: steps[key], links)
     fitted = [WIDTHS[i] for i in picked]
     step_of = np.interp(WIDTHS, fitted, [seconds[width] for width in fitted])
     guessed = dict(zip(WIDTHS, step_of.tolist(), strict=True))
@@ -206,17 +182,17 @@ def _fast_widths(settings: Settings, number: int) -> Iterator[Progress | Profile
     )
 
 
-def design(n_blocks: int) -> tuple[list[Span], list[Span]]:
-    """Which spans are measured to fit the model, and which to see how good it is.
+def design(n_blocks: int, wanted: Sequence[Blocks]) -> tuple[list[Blocks], list[Blocks]]:
+    """What is measured to fit the model, and which of those wanted to see how good it is.
 
     Spans of one and two blocks see each block in each role at a small total, so that their
     relative error is small; a few long ones keep the sum right.
     """
     cuts = sorted({round(n_blocks * k / LONG) for k in range(1, LONG + 1)} - {0})
-    fitted = {Span(i, i + k) for k in (1, 2) for i in range(n_blocks - k + 1)}
+    fitted: set[Blocks] = {Span(i, i + k) for k in (1, 2) for i in range(n_blocks - k + 1)}
     fitted |= {Span(0, cut) for cut in cuts}
     fitted |= {Span(cut, n_blocks) for cut in cuts if cut < n_blocks}
-    others = [span for span in all_spans(n_blocks) if span not in fitted]
+    others = [blocks for blocks in wanted if blocks not in fitted]
     order = stream(0, "profiling.checks").permutation(len(others))[:CHECKS]
     return sorted(fitted), sorted(others[i] for i in order)
 
@@ -225,8 +201,8 @@ def interleaved(
     wanted: Sequence[Configuration],
     make_step: Callable[[Configuration], Callable[[], None]],
     links: Sequence[Configuration],
-) -> Iterator[Progress | dict[Configuration, float]]:
-    """Seconds per step of each configuration, taken in turns; the result comes last.
+) -> Generator[Progress, None, dict[Configuration, float]]:
+    """Seconds per step of each configuration, taken in turns.
 
     One step of each in shuffled order, round after round: a round's pace is the median of its
     steps against their own medians, and is divided out. When there are too many networks to be
@@ -251,7 +227,7 @@ def interleaved(
             done += 1
             yield Progress(done, total, (total - done) * (time.monotonic() - begin) / done)
         groups.append(dict(zip(keys, _medians(table).tolist(), strict=True)))
-    yield _same_pace(groups, links)
+    return _same_pace(groups, links)
 
 
 def _medians(table: Floats) -> Floats:
@@ -279,8 +255,8 @@ def _links(n: int) -> list[Configuration]:
     return sorted(spans)
 
 
-def fit(work: Sequence[BlockWork], variant: str, seconds: Mapping[Span, float]) -> TimeModel:
-    """The costs that explain the measured spans, nearest to the analytic ones."""
+def fit(work: Sequence[BlockWork], variant: str, seconds: Mapping[Blocks, float]) -> TimeModel:
+    """The costs that explain what was measured, nearest to the analytic ones."""
     device = DEVICES["x64"]
     output_bytes = np.array([block.output_bytes for block in work])
     by_role = [
@@ -290,15 +266,14 @@ def fit(work: Sequence[BlockWork], variant: str, seconds: Mapping[Span, float]) 
     gradient = np.array([block.macs / device.float32_macs_per_s for block in work]) + (
         by_role[1] * 0.05
     )
-    spans = list(seconds)
-    measured = np.array([seconds[span] for span in spans])
-    rows = np.stack([_features(range(s.start, s.stop), output_bytes) for s in spans])
+    measured = np.array(list(seconds.values()))
+    rows = np.stack([_features(blocks, output_bytes) for blocks in seconds])
     per_byte = 2 / device.bytes_per_s  # read and written
     prior = np.concatenate([[1e-4], *by_role, gradient, [per_byte, per_byte]])
     prior *= _scales(rows, prior, measured, len(work))
     floor = 0.2 * max(float(prior[1:-2].mean()), 1e-9)
     spread = _TRUST * np.maximum(prior, np.where(np.arange(len(prior)) < len(prior) - 2, floor, 0))
-    weights = np.ones(len(spans))
+    weights = np.ones(len(measured))
     costs = prior
     for _ in range(4):  # what lies far off counts less: somebody else was at work just then
         costs = _solve(rows, measured, weights, prior, spread)
@@ -348,30 +323,18 @@ def _solve(
     return costs
 
 
-def _features(trained: Collection[int], output_bytes: Floats) -> Floats:
+def _features(trained: Blocks, output_bytes: Floats) -> Floats:
     """How often each cost occurs: constant, by role, input gradient saved, bytes at boundaries."""
-    n, chosen = len(output_bytes), set(trained)
-    by_role = {role: np.zeros(n) for role in Role}
-    into = out = 0.0
-    for block in range(n):
-        role = role_of(block, chosen)
-        by_role[role][block] = 1
-        if block and role is Role.TRAINED and block - 1 not in chosen:
-            into += float(output_bytes[block - 1])
-        if block and role is Role.PASSING and block - 1 in chosen:
-            out += float(output_bytes[block - 1])
+    n = len(output_bytes)
+    by_role = {role: np.zeros(n) for role in (Role.FROZEN, Role.TRAINED, Role.PASSING)}
+    entered = dict.fromkeys(by_role, 0.0)
+    for blocks, role in trained.regions(n):
+        by_role[role][list(blocks)] = 1
+        entered[role] += float(output_bytes[blocks[0] - 1]) if blocks[0] else 0.0
     saved = np.zeros(n)
-    saved[min(chosen)] = -1
-    return np.concatenate(
-        [
-            [1],
-            by_role[Role.FROZEN],
-            by_role[Role.TRAINED],
-            by_role[Role.PASSING],
-            saved,
-            [into, out],
-        ]
-    )
+    saved[min(trained)] = -1
+    into_and_out = [entered[Role.TRAINED], entered[Role.PASSING]]
+    return np.concatenate([[1], *by_role.values(), saved, into_and_out])
 
 
 def _joined(model: TimeModel) -> Floats:

@@ -26,12 +26,12 @@ import torch
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.errors import CocoflError, ProfilingFailed
-from cocofl.freeze import FrozenNet, freeze
-from cocofl.profiling.subject import Inputs, training_step
+from cocofl.freeze import FrozenNet, freeze, upload_sizes
+from cocofl.profiling.subject import training_step
 from cocofl.profiling.table import Configuration, Cost
 from cocofl.profiling.timeline import peak_tensor_bytes
 from cocofl.profiling.workspace import Settings, load_plan, load_settings, load_state, prepare
-from cocofl.span import Span
+from cocofl.span import Blocks, Span
 
 STEPS = 16
 WARM_UP = 2
@@ -80,7 +80,7 @@ def measure_here(folder: Path, configuration: Configuration) -> Cost:
     torch.set_num_threads(settings.threads)
     width = configuration if isinstance(configuration, float) else None
     chain, inputs = settings.subject.chain(width)
-    span = Span(0, len(chain)) if isinstance(configuration, float) else configuration
+    blocks = Span(0, len(chain)) if isinstance(configuration, float) else configuration
     _forget_peak()
 
     state = load_state(folder) if width is None else None
@@ -89,16 +89,16 @@ def measure_here(folder: Path, configuration: Configuration) -> Cost:
     def build() -> FrozenNet:
         variant = settings.variant if width is None else "f"
         return freeze(
-            chain, span, variant=variant, backend=settings.backend, state=state, plan=plan
+            chain, blocks, variant=variant, backend=settings.backend, state=state, plan=plan
         )
 
-    net = build()
-    step = training_step(net, tuple(x.clone() for x in inputs))
+    step = training_step(build(), tuple(x.clone() for x in inputs))
     seconds = timed(step, STEPS)
     rss = max(1, _peak_resident_bytes() - before)
-    upload = uploaded_bytes(net, inputs)
-    del net, step
+    del step
     gc.collect()
+    sizes = upload_sizes(chain, scales=settings.integers)
+    upload = sum(sizes[block] for block in blocks)
     return Cost(statistics.median(seconds), rss, peak_tensor_bytes(build, inputs), upload)
 
 
@@ -110,13 +110,6 @@ def timed(step: Callable[[], object], repeats: int) -> list[float]:
         step()
         seconds.append(time.perf_counter() - begin)
     return seconds[WARM_UP:]
-
-
-def uploaded_bytes(net: FrozenNet, inputs: Inputs) -> int:
-    """The size of the update itself, the scales of the last mini-batch included."""
-    net.measure_scales()
-    training_step(net, inputs)()
-    return net.update().nbytes
 
 
 def _forget_peak() -> None:
@@ -158,7 +151,7 @@ def main() -> None:
             prepare(folder, settings)
             print("[]")
         else:
-            configuration = Span.parse(what) if ":" in what else float(what)
+            configuration = Blocks.parse(what) if ":" in what else float(what)
             print(json.dumps(measure_here(folder, configuration)))
     except CocoflError as error:
         print(str(error).replace("\n", " "), file=sys.stderr)

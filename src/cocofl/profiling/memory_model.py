@@ -13,10 +13,9 @@ up to what the allocator's rounding and the order of releases do at the seams.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 from cocofl.freeze import FrozenNet
 from cocofl.profiling.subject import Inputs
 from cocofl.profiling.timeline import held_bytes, mark, recorded_step
-from cocofl.span import Span
+from cocofl.span import Blocks, Region, Role, Span
 
-Build = Callable[[Span], FrozenNet]
+Build = Callable[[Blocks], FrozenNet]
 
 
 class Stretch(NamedTuple):
@@ -61,39 +60,43 @@ class MemoryModel:
     backward: Sequence[Stretch]
     optimizer: Stretch
 
-    def peak_bytes(self, trained: Collection[int]) -> int:
-        """The peak when these blocks are trained, contiguous or not.
+    def peak_bytes(self, trained: Blocks) -> int:
+        """The peak when these blocks are trained.
 
         Passing blocks between trained ones were never recorded alone: they are taken to rise as
         far as all passing blocks from there on do, so the answer errs on the high side.
         """
-        runs = _runs(trained)
-        first = runs[0].start
+        first = min(trained)
         alive = self.constant + self.frozen_static[first]
         alive += sum(self.trained_static[block] for block in trained)
-        gaps = [range(a.stop, b.start) for a, b in pairwise(runs)]
-        alive += self.passing_static[runs[-1].stop]
-        alive += sum(self.passing_static[g.start] - self.passing_static[g.stop] for g in gaps)
+        regions = [one for one in trained.regions(len(self.gradients)) if one.blocks[0] >= first]
+        for blocks, role in regions:
+            if role is Role.PASSING:
+                alive += self.passing_static[blocks[0]] - self.passing_static[blocks[-1] + 1]
+        if regions[-1].role is Role.PASSING:
+            regions.pop()  # those come with the loss
+        end = regions[-1].blocks[-1] + 1
         replay = _Replay(alive)
         replay.go(self.frozen[first])
-        for run, gap in zip(runs, [*gaps, range(0)], strict=True):
-            for block in run:
-                table = self.first_forward if block == first else self.forward
-                replay.go(table[block])
-            if gap:
-                replay.go(_part(self.passing_forward, gap))
-        end = runs[-1].stop
+        for region in regions:
+            replay.go(*self._along(region, first, backward=False))
         replay.go(self.passing_forward[end])
         replay.go(Stretch(0, -sum(self.gradients[block] for block in trained)))
         replay.go(self.passing_backward[end])
-        for run, gap in zip(reversed(runs), [*reversed(gaps), range(0)], strict=True):
-            for block in reversed(run):
-                table = self.first_backward if block == first else self.backward
-                replay.go(table[block])
-            if gap:
-                replay.go(_part(self.passing_backward, gap))
+        for region in reversed(regions):
+            replay.go(*self._along(region, first, backward=True))
         replay.go(self.optimizer)
         return replay.peak
+
+    def _along(self, region: Region, first: int, *, backward: bool) -> list[Stretch]:
+        """The stretches of a region, in the order in which they happen."""
+        blocks, role = region
+        if role is Role.PASSING:
+            return [_part(self.passing_backward if backward else self.passing_forward, blocks)]
+        of_first = self.first_backward if backward else self.first_forward
+        of_others = self.backward if backward else self.forward
+        found = [(of_first if block == first else of_others)[block] for block in blocks]
+        return found[::-1] if backward else found
 
 
 def record_memory(build: Build, inputs: Inputs, n_blocks: int) -> MemoryModel:
@@ -156,9 +159,10 @@ class _Replay:
     def __init__(self, alive: int) -> None:
         self.alive = self.peak = alive
 
-    def go(self, stretch: Stretch) -> None:
-        self.peak = max(self.peak, self.alive + stretch.rise)
-        self.alive += stretch.left
+    def go(self, *stretches: Stretch) -> None:
+        for stretch in stretches:
+            self.peak = max(self.peak, self.alive + stretch.rise)
+            self.alive += stretch.left
 
 
 class _Step:
@@ -210,20 +214,5 @@ def _trained_static(net: FrozenNet) -> list[tuple[int, int]]:
 
 def _part(stretches: Sequence[Stretch], gap: range) -> Stretch:
     """Passing blocks that end before the last block."""
-    here, after = stretches[gap.start], stretches[gap.stop]
+    here, after = stretches[gap[0]], stretches[gap[-1] + 1]
     return Stretch(here.rise, here.left - after.left)
-
-
-def _runs(trained: Collection[int]) -> list[range]:
-    """Consecutive blocks, in order.
-
-    >>> _runs({1, 2, 5})
-    [range(1, 3), range(5, 6)]
-    """
-    runs: list[range] = []
-    for block in sorted(set(trained)):
-        if runs and runs[-1].stop == block:
-            runs[-1] = range(runs[-1].start, block + 1)
-        else:
-            runs.append(range(block, block + 1))
-    return runs

@@ -24,10 +24,10 @@ import numpy as np
 from cocofl.errors import InvalidSetting
 from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.measure import measure, prepare_apart
-from cocofl.profiling.table import Configuration, Cost, ProfileTable
+from cocofl.profiling.table import Configuration, Cost, ProfileTable, spans_with_head
 from cocofl.profiling.workspace import Settings, load_plan
 from cocofl.rng import stream
-from cocofl.span import Span, all_spans
+from cocofl.span import Blocks, Span, all_spans
 
 ANCHOR_EVERY = 10
 # The paper's 50 steps, and the levels its baselines use: FjORD's, and those of Transformers.
@@ -56,7 +56,12 @@ class Entry(NamedTuple):
 
 def configurations_of(settings: Settings, n_blocks: int) -> list[Configuration]:
     """All spans, or all widths."""
-    return list(WIDTHS) if settings.method == "width" else list(all_spans(n_blocks))
+    return list(WIDTHS) if settings.method == "width" else [*spans_of(settings, n_blocks)]
+
+
+def spans_of(settings: Settings, n_blocks: int) -> list[Blocks]:
+    """All spans, alone or each with the classifier."""
+    return spans_with_head(n_blocks) if settings.head else [*all_spans(n_blocks)]
 
 
 def sweep(
@@ -143,7 +148,10 @@ class _Journal:
         head = json.loads(json.dumps(facts))  # as it will be read: a tuple becomes a list
         if not path.exists():
             path.write_text(json.dumps(head) + "\n")
-        elif (found := json.loads(path.read_text().splitlines()[0])) != head:
+            return
+        found = json.loads(path.read_text().splitlines()[0])
+        found["settings"].setdefault("head", False)  # journals of before there was one
+        if found != head:
             raise InvalidSetting(
                 f"{path.parent} holds measurements of {_differences(found, head)}; remove that "
                 "folder to begin anew, or choose another --out"
@@ -155,18 +163,15 @@ class _Journal:
         whole, _, _cut = self._path.read_text().rpartition("\n")
         for line in whole.splitlines()[1:]:
             key, anchor, *cost = json.loads(line)
-            configuration = Span.parse(key) if isinstance(key, str) else float(key)
+            configuration = Blocks.parse(key) if isinstance(key, str) else float(key)
             entries.append(Entry(configuration, bool(anchor), Cost(*cost)))
         self._path.write_text(whole + "\n")
         return entries
 
     def add(self, entry: Entry) -> Entry:
         """Append a measurement."""
-        key = (
-            str(entry.configuration)
-            if isinstance(entry.configuration, Span)
-            else (entry.configuration)
-        )
+        what = entry.configuration
+        key = what if isinstance(what, float) else str(what)
         with self._path.open("a") as file:
             file.write(json.dumps([key, entry.anchor, *entry.cost]) + "\n")
         return entry

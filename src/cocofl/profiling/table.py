@@ -18,8 +18,9 @@ A table file is JSON::
 
 ``step_s`` is the time of one mini-batch, ``rss_bytes`` the peak of resident memory above the
 process's own start (``null`` where it was not measured), ``tensor_bytes`` the peak of live tensor
-bytes. A width table has ``width`` in place of ``start`` and ``stop``. The row that trains every
-block (0:n_blocks, or width 1) is what fractions refer to.
+bytes. A width table has ``width`` in place of ``start`` and ``stop``, and a table with sets of
+blocks that have gaps has ``blocks``, a text like ``"2:4+19:20"``. The row that trains every block
+(0:n_blocks, or width 1) is what fractions refer to.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,9 +41,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cocofl.budget import Budget, bytes_text
-from cocofl.errors import InvalidTable, OtherHardware, TableMismatch
+from cocofl.errors import InvalidSpan, InvalidTable, OtherHardware, TableMismatch
 from cocofl.profiling.hardware import Hardware
-from cocofl.span import Span, all_spans
+from cocofl.span import Blocks, Span, all_spans
 
 FORMAT = "cocofl profile table 1"
 METHODS = ("span", "width")
@@ -52,7 +53,7 @@ PREFIX = "measured:"
 PUBLISHED_BATCH = 32  # the paper's, for all its tables
 
 Floats = NDArray[np.float64]
-Configuration = Span | float
+Configuration = Blocks | float
 
 
 class Cost(NamedTuple):
@@ -68,9 +69,9 @@ class Cost(NamedTuple):
 class ProfileTable:
     """Time, memory and upload of every configuration, as fractions of training everything.
 
-    ``configurations`` are spans, or widths as floats, beside ``time``, ``memory`` and ``upload``
-    in the same order. ``memory_kind`` says which peak ``memory`` is: ``rss`` or ``tensor``.
-    The ``full_…`` values turn fractions into seconds and bytes; None where nobody said.
+    ``configurations`` are sets of blocks, or widths as floats, beside ``time``, ``memory`` and
+    ``upload`` in the same order. ``memory_kind`` says which peak ``memory`` is: ``rss`` or
+    ``tensor``. The ``full_…`` values turn fractions into seconds and bytes; None where nobody said.
     """
 
     model: str
@@ -193,19 +194,9 @@ class ProfileTable:
         return limit_bytes / full
 
     @cached_property
-    def starts(self) -> NDArray[np.int64]:
-        """The first block of each span."""
-        return np.array([span.start for span in self.spans], dtype=np.int64)
-
-    @cached_property
-    def stops(self) -> NDArray[np.int64]:
-        """One past the last block of each span."""
-        return np.array([span.stop for span in self.spans], dtype=np.int64)
-
-    @cached_property
-    def spans(self) -> tuple[Span, ...]:
-        """The configurations of a span table."""
-        found = tuple(item for item in self.configurations if isinstance(item, Span))
+    def spans(self) -> tuple[Blocks, ...]:
+        """The configurations of a span table; it may have sets of blocks with gaps, too."""
+        found = tuple(item for item in self.configurations if isinstance(item, Blocks))
         if len(found) != len(self.configurations):
             raise TableMismatch(f"{self.name} holds widths, not spans")
         return found
@@ -224,6 +215,21 @@ class ProfileTable:
             raise TableMismatch(f"{self.name} has no row for {configuration}")
         i = self._index[configuration]
         return float(self.time[i]), float(self.memory[i]), float(self.upload[i])
+
+    def __contains__(self, configuration: object) -> bool:
+        return configuration in self._index
+
+    def only(self, configurations: Sequence[Configuration]) -> ProfileTable:
+        """The table of some of its configurations; fractions are of full training as before."""
+        at = [self._index[item] for item in configurations]
+        return replace(
+            self,
+            configurations=tuple(configurations),
+            time=self.time[at],
+            memory=self.memory[at],
+            upload=self.upload[at],
+            costs=tuple(self.costs[i] for i in at) if self.costs else (),
+        )
 
     @cached_property
     def _index(self) -> dict[Configuration, int]:
@@ -244,6 +250,16 @@ class ProfileTable:
         where = f" on {self.hardware}" if self.hardware else ""
         method = "widths" if self.method == "width" else f"spans, variant {self.variant}"
         return f"{self.name}: {self.model}, {len(self)} {method}; {how}{where}; {kind}"
+
+
+def spans_with_head(n_blocks: int) -> list[Blocks]:
+    """Every span with the last block, the classifier, beside it or in it.
+
+    >>> [str(blocks) for blocks in spans_with_head(3)]
+    ['0:1+2:3', '0:3', '1:3', '2:3']
+    """
+    head = Span(n_blocks - 1, n_blocks)
+    return sorted({span | head for span in all_spans(n_blocks)})
 
 
 def shipped() -> list[str]:
@@ -306,10 +322,15 @@ def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
     method = content.get("method")
     if method not in METHODS:
         raise InvalidTable(f"{name}: method is {method!r}; expected one of {', '.join(METHODS)}")
-    key_columns = ["width"] if method == "width" else ["start", "stop"]
-    wanted = [*key_columns, *Cost._fields]
-    if content.get("columns") != wanted:
-        raise InvalidTable(f"{name}: columns are {content.get('columns')}; expected {wanted}")
+    columns = content.get("columns")
+    # The last is the one that a wrong table is told of.
+    kinds = [["width"]] if method == "width" else [["blocks"], ["start", "stop"]]
+    for key_columns in kinds:
+        wanted = [*key_columns, *Cost._fields]
+        if columns == wanted:
+            break
+    else:
+        raise InvalidTable(f"{name}: columns are {columns}; expected {wanted}")
     rows = _rows(content, name, len(wanted))
     if content.get("source") not in SOURCES:
         raise InvalidTable(
@@ -331,7 +352,10 @@ def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
     _check_complete(costs, method, n_blocks, name)
     hardware = content.get("hardware")
     try:
-        error = {str(key): float(value) for key, value in content.get("error", {}).items()}
+        error = {
+            str(key): value if isinstance(value, int) else float(value)
+            for key, value in content.get("error", {}).items()
+        }
         return ProfileTable.from_costs(
             costs,
             n_blocks=n_blocks,
@@ -372,12 +396,15 @@ def _configuration(key: Sequence[Any], method: str, n_blocks: int, name: str) ->
         if not isinstance(width, int | float) or not 0 < width <= 1:
             raise InvalidTable(f"{name}: width {width!r} is not a ratio in (0, 1]")
         return float(width)
-    start, stop = key
-    if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start < stop <= n_blocks):
+    text = key[0] if len(key) == 1 else f"{key[0]!r}:{key[1]!r}"
+    try:
+        blocks = Blocks.parse(str(text))
+        blocks.check_fits(n_blocks)
+    except InvalidSpan:
         raise InvalidTable(
-            f"{name}: {start!r}:{stop!r} is not a span of a chain of {n_blocks} blocks"
-        )
-    return Span(start, stop)
+            f"{name}: {text} is not a span of a chain of {n_blocks} blocks"
+        ) from None
+    return blocks
 
 
 def _cost(values: Sequence[Any], key: Configuration, name: str) -> Cost:
@@ -401,7 +428,7 @@ def _check_complete(found: Collection[Any], method: str, n_blocks: int, name: st
             raise InvalidTable(f"{name} lacks width 1, to which all fractions refer")
         return
     missing = [str(span) for span in all_spans(n_blocks) if span not in found]
-    if missing:
+    if missing and any(blocks not in found for blocks in spans_with_head(n_blocks)):
         shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
         raise InvalidTable(
             f"{name} has {len(found)} of the {len(found) + len(missing)} spans of {n_blocks} "
@@ -415,11 +442,9 @@ def _published_rows(content: Mapping[str, Any], name: str) -> ProfileTable:
     if content.get("columns") != wanted:
         raise InvalidTable(f"{name}: columns are {content.get('columns')}; expected {wanted}")
     n_blocks = _whole(content, "n_blocks", name)
-    rows: dict[Span, tuple[float, float, float]] = {}
+    rows: dict[Configuration, tuple[float, float, float]] = {}
     for start, stop, *values in _rows(content, name, len(wanted)):
-        span = _configuration((start, stop), "span", n_blocks, name)
-        assert isinstance(span, Span)
-        _add_fractions(rows, span, values, name)
+        _add_fractions(rows, _configuration((start, stop), "span", n_blocks, name), values, name)
     _check_complete(rows, "span", n_blocks, name)
     for key in ("full_step_seconds", "full_peak_gb"):
         _check_number(content.get(key), f"{name}: {key}", positive=True)
@@ -447,35 +472,35 @@ def _published_list(content: Sequence[Any], name: str) -> ProfileTable:
                 f"{name}: entry {i} is not an object with freeze, time, data and memory: {error!r}"
             ) from error
     n_blocks = 1 + max((block for frozen, _ in entries for block in frozen), default=0)
-    rows: dict[Span, tuple[float, float, float]] = {}
+    rows: dict[Configuration, tuple[float, float, float]] = {}
     for frozen, values in entries:
         trained = sorted(set(range(n_blocks)) - set(frozen))
-        if (
-            not trained
-            or trained[-1] - trained[0] + 1 != len(trained)
-            or min(frozen, default=0) < 0
-        ):
+        found = Blocks.parse("+".join(f"{i}:{i + 1}" for i in trained)) if trained else None
+        if not isinstance(found, Span) or min(frozen, default=0) < 0:
             raise InvalidTable(
                 f"{name}: with blocks {frozen} frozen of {n_blocks}, the trained ones are "
                 f"{trained}; expected one contiguous range"
             )
-        _add_fractions(rows, Span(trained[0], trained[-1] + 1), values, name)
+        _add_fractions(rows, found, values, name)
     return _of_fractions(rows, n_blocks, model=Path(name).stem, name=name)
 
 
 def _add_fractions(
-    rows: dict[Span, tuple[float, float, float]], span: Span, values: Sequence[Any], name: str
+    rows: dict[Configuration, tuple[float, float, float]],
+    key: Configuration,
+    values: Sequence[Any],
+    name: str,
 ) -> None:
-    if span in rows:
-        raise InvalidTable(f"{name} has two rows for {span}")
+    if key in rows:
+        raise InvalidTable(f"{name} has two rows for {key}")
     for column, value in zip(("time", "memory", "upload"), values, strict=True):
-        _check_number(value, f"{name}: {column} of {span}", positive=column != "upload")
+        _check_number(value, f"{name}: {column} of {key}", positive=column != "upload")
     time, memory, upload = map(float, values)
-    rows[span] = (time, memory, upload)
+    rows[key] = (time, memory, upload)
 
 
 def _of_fractions(
-    rows: Mapping[Span, tuple[float, float, float]], n_blocks: int, **facts: Any
+    rows: Mapping[Configuration, tuple[float, float, float]], n_blocks: int, **facts: Any
 ) -> ProfileTable:
     spans = tuple(sorted(rows))
     time, memory, upload = np.array([rows[span] for span in spans], dtype=np.float64).T
@@ -495,11 +520,14 @@ def _of_fractions(
 
 
 def _to_text(table: ProfileTable) -> str:
-    widths = table.method == "width"
-    rows = [
-        [*([key] if isinstance(key, float) else [key.start, key.stop]), *cost]
-        for key, cost in zip(table.configurations, table.costs, strict=True)
-    ]
+    keys: list[list[Any]] = [[key] for key in table.configurations]
+    columns = ["width"]
+    if table.method == "span":
+        columns, keys = ["blocks"], [[str(key)] for key in table.configurations]
+        spans = [key for key in table.configurations if isinstance(key, Span)]
+        if len(spans) == len(keys):
+            columns, keys = ["start", "stop"], [[span.start, span.stop] for span in spans]
+    rows = [[*key, *cost] for key, cost in zip(keys, table.costs, strict=True)]
     head = {
         "format": FORMAT,
         "model": table.model,
@@ -511,7 +539,7 @@ def _to_text(table: ProfileTable) -> str:
         "batch": table.batch,
         "hardware": None if table.hardware is None else asdict(table.hardware),
         "error": dict(table.error),
-        "columns": [*(["width"] if widths else ["start", "stop"]), *Cost._fields],
+        "columns": [*columns, *Cost._fields],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     body = ",\n".join(f"  {json.dumps(row)}" for row in rows)

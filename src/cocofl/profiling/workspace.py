@@ -36,6 +36,8 @@ class Settings:
     threads: int = 1
     num_classes: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    head: bool = False
+    """Whether the classifier, the last block, is trained beside every span."""
 
     def __post_init__(self) -> None:
         # From JSON pairs come as lists.

@@ -15,7 +15,7 @@ from cocofl.errors import InvalidSpan
 from cocofl.experiment import Run
 from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report.runs import Line, Scene
-from cocofl.span import Span
+from cocofl.span import Blocks
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -210,14 +210,14 @@ def trained(line: Line, groups: Sequence[str]) -> Trained:
         for _, group, work, fate in record["devices"]
         if fate == "merged" and work is not None
     )
-    spans = {work: _span(work) for _, work in counts}
-    if all(span is not None for span in spans.values()):
-        n_blocks = max((span.stop for span in spans.values() if span), default=1)
+    trained_by = {work: _blocks(work) for _, work in counts}
+    if all(blocks is not None for blocks in trained_by.values()):
+        n_blocks = 1 + max((max(blocks) for blocks in trained_by.values() if blocks), default=0)
         about = line.runs[0].folder.about
         columns = tuple(map(str, range(int(about.get("model_blocks", n_blocks)))))
         what = "block"
     else:
-        columns = tuple(sorted(spans, key=_width))
+        columns = tuple(sorted(trained_by, key=_width))
         what = "width"
     # One who trains all data in one place belongs to no group of devices.
     names = tuple(dict.fromkeys([*groups, *(group for group, _ in counts)]))
@@ -226,19 +226,19 @@ def trained(line: Line, groups: Sequence[str]) -> Trained:
     found = np.zeros((len(names), len(columns)))
     totals = np.zeros((len(names), 1))
     for (group, work), count in counts.items():
-        row, span = names.index(group), spans[work]
+        row, blocks = names.index(group), trained_by[work]
         totals[row] += count
-        if span is not None and what == "block":
-            found[row, span.start : span.stop] += count
+        if blocks is not None and what == "block":
+            found[row, list(blocks)] += count
         else:
             found[row, columns.index(work)] += count
     n_rounds = sum(len(run.rounds) for run in line.runs)
     return Trained(what, columns, names, found / n_rounds, found / np.maximum(totals, 1))
 
 
-def _span(work: str) -> Span | None:
+def _blocks(work: str) -> Blocks | None:
     try:
-        return Span.parse(work)
+        return Blocks.parse(work)
     except InvalidSpan:
         return None
 

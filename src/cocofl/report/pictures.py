@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from cocofl.span import Role, Span
+from cocofl.span import Blocks, Role
 
 SIGNS = {Role.FROZEN: "░", Role.TRAINED: "█", Role.PASSING: "▒"}
 LEGEND = "░ frozen   █ trained   ▒ frozen, gradients pass"
 
 
-def chain_picture(span: Span, n_blocks: int) -> str:
-    """A chain under a span, one sign per block.
+def chain_picture(trained: Blocks, n_blocks: int) -> str:
+    """A chain of which some blocks are trained, one sign per block.
 
-    >>> chain_picture(Span(2, 4), 6)
-    '░░██▒▒'
+    >>> chain_picture(Blocks("2:4+5:6"), 6)
+    '░░██▒█'
     """
-    return "".join(SIGNS[span.role(block)] for block in range(n_blocks))
+    return "".join(SIGNS[role] for role in trained.roles(n_blocks))

@@ -65,9 +65,9 @@ def draw_blocks(axes: Axes, tables: Mapping[str, ProfileTable]) -> None:
 
 
 def trainable_blocks(table: ProfileTable, limit: float) -> int:
-    """The number of blocks in at least one span with time and memory within the limit."""
-    spans = feasible(table, Budget(time=limit, memory=limit))
-    return len({block for span in spans for block in range(span.start, span.stop)})
+    """The number of blocks that can be trained with time and memory within the limit."""
+    fitting = feasible(table, Budget(time=limit, memory=limit))
+    return len({block for blocks in fitting for block in blocks})
 
 
 def save_profile_figures(path: Path, tables: Sequence[ProfileTable]) -> list[Path]:

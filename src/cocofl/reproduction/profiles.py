@@ -59,7 +59,7 @@ def _against(table: ProfileTable, alone: ProfileTable | None) -> tuple[str, str]
     """The most that a span saves of what it costs with freezing alone."""
     if alone is None or alone is table or table.method == "width" or not _on_one(table, alone):
         return "–", "–"
-    pairs = [(table.row(span), alone.row(span)) for span in table.spans]
+    pairs = [(table.row(span), alone.row(span)) for span in table.spans if span in alone]
     time, memory = (max(1 - ours[i] / theirs[i] for ours, theirs in pairs) for i in (0, 1))
     return f"{100 * time:.0f} %", f"{100 * memory:.0f} %"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from cocofl.errors import InvalidSetting
 from cocofl.fl.federation import Situation
 from cocofl.fl.merge import Mean
-from cocofl.fl.select import OVER, SELECTORS, feasible, select
+from cocofl.fl.select import OVER, feasible, select, selector_named
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
 from cocofl.fl.strategies.facts import PROPOSED, SPANS, StrategyFacts, declares
 from cocofl.freeze import VARIANTS
+from cocofl.profiling.head import beside_head, spans_alone
 
 
 @declares(
@@ -29,36 +30,39 @@ def cocofl(
     costs: str = "",
     selector: str = "random",
     over: str = "maximal",
+    head: bool = False,
 ) -> Strategy:
     """Algorithm 1 on the devices, Algorithm 2 on the server.
 
     ``variant`` is how blocks are frozen; ``costs`` the variant whose table says what fits (its
     own; the paper's ablation sets another to see errors without gains); ``selector`` how a span
-    is chosen ``over`` the maximal or all feasible ones.
+    is chosen ``over`` the maximal or all feasible ones, by name or one's own as
+    ``package.module:function`` (:data:`~cocofl.fl.select.Selector`). With ``head`` every device
+    also trains the classifier, the last block, beside its span.
     """
     for what, value, known in (
         ("variant", variant, VARIANTS),
         ("costs", costs or variant, VARIANTS),
-        ("selector", selector, tuple(SELECTORS)),
         ("over", over, OVER),
     ):
         if value not in known:
             raise InvalidSetting(
                 f"strategy.{what} is {value!r}; expected one of {', '.join(known)}"
             )
-    table = tables.spans(costs or variant)
+    choose = selector_named(selector)
+    table = (beside_head if head else spans_alone)(tables.spans(costs or variant))
 
     def plan(situation: Situation) -> Plan | None:
         if not feasible(table, situation.budget):
             return None
-        span = select(
+        blocks = select(
             table,
             situation.budget,
             situation.rng,
-            selector=selector,
+            selector=choose,
             over=over,
             round_index=situation.round_index,
         )
-        return Plan(SpanWork(span, variant), time_share(table, [span], situation.budget))
+        return Plan(SpanWork(blocks, variant), time_share(table, [blocks], situation.budget))
 
     return Strategy(plan, Mean("everyone"), integers=variant == "qff")
