@@ -17,7 +17,12 @@ kernels        int8 kernels, if not those that are fastest here
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,6 +44,8 @@ from cocofl.flower.updates import Contract
 from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
 
+logger = logging.getLogger("flwr")  # what is said here is in the log of the SuperNode
+
 app = ClientApp()
 
 
@@ -46,9 +53,18 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """One round of one device: plan, train what fits, and send that."""
     state, settings = read_request(message)
-    device = Device(context.node_config, context.node_id, settings)
-    payload = device.play(settings["round"], settings["lr"], state)
+    round_index, lr = settings.pop("round"), settings.pop("lr")
+    device = _device(
+        context.run_id, context.node_id, json.dumps(context.node_config), json.dumps(settings)
+    )
+    payload = device.play(round_index, lr, state)
     return Message(update_reply(payload), reply_to=message)
+
+
+@lru_cache(maxsize=1)
+def _device(_run_id: int, node_id: int, node: str, settings: str) -> Device:
+    """Kept while messages are of one run: `cocofl flower node` keeps the process."""
+    return Device(json.loads(node), node_id, json.loads(settings))
 
 
 class Device:
@@ -61,6 +77,8 @@ class Device:
         experiment = _own_experiment(Experiment.parse(settings["experiment"]), node)
         dataset = with_shared_facts(load_data(experiment), settings["facts"])
         self._setup = Setup(experiment, dataset)
+        self._workshop = Workshop(self._setup.materials, machine_plan())
+        self._contract = Contract(self._workshop.chain())
         if "partition-id" in node:
             self._number = int(node["partition-id"])
             self._indices = self._setup.partition[self._number]
@@ -82,12 +100,13 @@ class Device:
         plan = setup.strategy.plan(situation)
         if plan is None:
             return b""
-        kernels = machine_plan()
-        workshop = Workshop(setup.materials, kernels)
         task = Task(experiment.seed, round_index, self._number, self._indices, plan.work, lr)
-        contribution = workshop.train(task, state)
-        remember_plan(kernels)
-        return Contract(workshop.chain()).encode(contribution)
+        begin = time.perf_counter()
+        contribution = self._workshop.train(task, state)
+        spent_s = time.perf_counter() - begin
+        logger.info("round %s: trained %.3f s, process %s", round_index + 1, spent_s, os.getpid())
+        remember_plan(self._workshop.plan)
+        return self._contract.encode(contribution)
 
 
 def _threads(node: Mapping[str, Any]) -> int:

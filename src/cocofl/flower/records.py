@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
+from flwr.superlink.grid import http_grid
 from torch import Tensor
 
 from cocofl.errors import RejectedUpdate
@@ -19,6 +22,11 @@ from cocofl.runlog import state_bytes, state_from_bytes
 
 STATE, REQUEST, UPDATE, ABOUT = "state", "request", "update", "about"
 _BYTES = "cocofl.bytes"
+_WAIT_SHARE, _LONGEST_POLL_S = 0.05, 0.5
+
+# A reply can be seen before all parts of it have arrived. Flower then waits a second before it
+# looks again, with every reply behind this one; there is no setting for it.
+vars(http_grid)["pull_objects"] = partial(pull_objects, initial_backoff=0.05)
 
 Settings = dict[str, Any]
 Reply = Message | Exception | None
@@ -111,7 +119,7 @@ def ask(
     grid: Grid,
     messages: Sequence[Message],
     timeout_s: float | None = None,
-    poll_s: float = 0.5,
+    poll_s: float = 0.1,
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[Reply]:
     """Send messages and wait for the replies, in the order of the messages.
@@ -121,15 +129,19 @@ def ask(
     ids = list(grid.push_messages(messages))
     replies: list[Reply] = [None] * len(messages)
     open_ids = {message_id: index for index, message_id in enumerate(ids) if message_id}
-    end = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+    begin = time.monotonic()
+    end = begin + (float("inf") if timeout_s is None else timeout_s)
     while open_ids:
+        asked = time.monotonic()
         for message_id, index in list(open_ids.items()):
             for reply in _fetched(grid, message_id):
                 replies[index] = reply
                 open_ids.pop(message_id, None)
         if not open_ids or time.monotonic() >= end or is_over():
             break
-        time.sleep(poll_s)
+        # Asking about many nodes must not keep the SuperLink from serving them.
+        now = time.monotonic()
+        time.sleep(max(poll_s, now - asked, min(_WAIT_SHARE * (now - begin), _LONGEST_POLL_S)))
     return replies
 
 
