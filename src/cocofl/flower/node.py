@@ -206,12 +206,13 @@ def _error_reply(message: Message, reason: str) -> Reply:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="cocofl flower node", description=__doc__)
-    parser.add_argument("--superlink", required=True, help="its address, HOST:PORT")
-    parser.add_argument("--insecure", action="store_true", help="without TLS")
-    parser.add_argument("--root-certificates", help="the authority of the SuperLink's certificate")
-    parser.add_argument("--auth-supernode-private-key", type=Path, help="the key of this node")
-    parser.add_argument("--node-config", default="", help='what this device has: key="value" …')
+    """Those of ``cocofl flower node``, where they are explained; named as Flower names them."""
+    parser = argparse.ArgumentParser(prog="cocofl flower node")
+    parser.add_argument("--superlink", required=True)
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--root-certificates")
+    parser.add_argument("--auth-supernode-private-key", type=Path)
+    parser.add_argument("--node-config", default="")
     arguments = parser.parse_args()
     if arguments.insecure and (arguments.root_certificates or arguments.auth_supernode_private_key):
         parser.error("--insecure goes without certificates and keys, which need TLS")
