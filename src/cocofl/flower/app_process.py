@@ -95,7 +95,7 @@ def main() -> None:
     while True:
         try:
             frames = receive_frames(pipe)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             return
         send_frames(pipe, answer(frames))
 

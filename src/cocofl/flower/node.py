@@ -83,12 +83,12 @@ class AppProcess:
             self._start(fab)
         try:
             send_frames(self._pipe, frames)
-            if not self._pipe.poll(within_s):
-                self.close()
-                raise TimeoutError(f"no answer in {within_s:.0f} s")
-            return receive_frames(self._pipe)
-        except (EOFError, ConnectionError):
-            raise ChildProcessError(f"its process ended with {self.close()}") from None
+            if self._pipe.poll(within_s):
+                return receive_frames(self._pipe)
+        except (EOFError, OSError):
+            raise ChildProcessError(f"the app's process ended with {self.close()}") from None
+        self.close()
+        raise TimeoutError(f"the app gave no answer in {within_s:.0f} s; its process was ended")
 
     def _start(self, fab: str) -> None:
         self._pipe, theirs = Pipe()
