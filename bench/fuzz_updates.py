@@ -26,9 +26,10 @@ from cocofl.chain import BlockChain
 from cocofl.config import Experiment
 from cocofl.errors import RejectedUpdate
 from cocofl.experiment import Setup
-from cocofl.fl.local import Task, Workshop
-from cocofl.fl.merge import State, merge
+from cocofl.fl.local import Task
+from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
+from cocofl.fl.state import ServerState, Tensors
 from cocofl.flower.updates import Contract, Limits
 from cocofl.freeze.state import block_state
 from cocofl.span import Span
@@ -67,7 +68,7 @@ class Original:
         return self.with_header({**self.header, "__metadata__": {"cocofl": text}})
 
 
-def real_updates() -> tuple[BlockChain, State, list[Original]]:
+def real_updates() -> tuple[BlockChain, Tensors, list[Original]]:
     """What devices really send: every span of the tiny network, trained on digits."""
     experiment = Experiment.parse(
         {
@@ -77,7 +78,8 @@ def real_updates() -> tuple[BlockChain, State, list[Original]]:
         }
     )
     job = Setup(experiment).job()
-    workshop = Workshop(job.materials)
+    workshop = job.workshop
+    assert job.federation is not None
     chain = workshop.chain()
     contract = Contract(chain, LIMITS)
     found = []
@@ -86,7 +88,7 @@ def real_updates() -> tuple[BlockChain, State, list[Original]]:
             work = SpanWork(Span(start, stop), "qff" if (start + stop) % 3 else "f")
             task = Task(0, 0, start, job.federation.partition[start][:16], work, 0.05)
             found.append(Original(contract.encode(workshop.train(task, job.initial))))
-    return chain, job.initial, found
+    return chain, job.initial.tensors, found
 
 
 # --- mutations: each gives bytes, and whether they can possibly be an update still ---------------
@@ -231,12 +233,12 @@ MUTATIONS: list[Callable[[Rng, Original, Original], Mutant]] = [
 ]
 
 
-def second_opinion(chain: BlockChain, state: State, payload: bytes) -> str:
+def second_opinion(chain: BlockChain, state: Tensors, payload: bytes) -> str:
     """What is wrong with an update, by other means than the contract's; empty if nothing."""
     tensors = load(payload)
     about = json.loads(_about(payload))
     start, stop = about["span"]
-    own: State = {}
+    own: Tensors = {}
     for block in list(chain.blocks)[start:stop]:
         own |= block_state(block)
     expected = sum(t.numel() for t in own.values())
@@ -295,7 +297,7 @@ def main() -> None:
             continue
         outcomes["accepted"] += 1
         opinion = second_opinion(chain, state, payload) if may_pass else "must not pass"
-        merged = merge(state, [received])
+        merged = Mean("everyone")(ServerState(state), [received]).tensors
         if not all(bool(torch.isfinite(t).all()) for t in merged.values()):
             opinion = "the merge is not finite"
         if opinion:

@@ -31,19 +31,21 @@ import torch.nn.functional as F
 from cocofl.allocator import keep_freed_memory
 from cocofl.data import Partition, load
 from cocofl.engine.executor import InProcess
-from cocofl.engine.rounds import Evaluation, Job, Schedule, play_round
+from cocofl.engine.rounds import Job, RunInProgress, play_round
 from cocofl.engine.workers import Workers
 from cocofl.fl.devices import Group, make_devices
+from cocofl.fl.evaluation import Evaluation
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
 from cocofl.fl.local import Materials, Workshop
-from cocofl.fl.merge import merge
-from cocofl.fl.recipe import Recipe
+from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy
+from cocofl.fl.training import Training
 from cocofl.freeze import KernelPlan, chain_state
 from cocofl.models import MODELS
 from cocofl.profiling.subject import Subject
+from cocofl.runlog import RunFolder
 from cocofl.span import Span
 
 WORKLOADS = {
@@ -64,9 +66,10 @@ def random_images(_folder: Path | None) -> dict[str, tuple[np.ndarray, np.ndarra
 
 def make_job(model: str, n_devices: int, per_round: int, n_images: int) -> Job:
     data = load("simulate:random_images")
-    recipe = Recipe(weight_decay=0.001)
-    materials = Materials(Subject(model, 32, 10), recipe, data.train, data.test)
-    chain = Workshop(materials).chain()
+    training = Training(weight_decay=0.001)
+    materials = Materials(Subject(model, 32, 10), training, data.train, data.test)
+    workshop = Workshop(materials)
+    chain = workshop.chain()
     work = SpanWork(Span(0, len(chain)), "f")
     rng = np.random.default_rng(1)
     indices = rng.integers(0, IMAGES, n_devices * n_images)
@@ -74,28 +77,28 @@ def make_job(model: str, n_devices: int, per_round: int, n_images: int) -> Job:
     devices = make_devices(n_devices, [Group("all")], seed=0)
     partition = Partition(indices, offsets, indices[:0])
     return Job(
-        strategy=Strategy(lambda _: Plan(work, 1.0), merge),
-        federation=Federation(devices, partition, recipe, per_round, seed=0),
-        materials=materials,
-        initial=chain_state(chain),
+        strategy=Strategy(lambda _: Plan(work, 1.0), Mean("everyone")),
+        federation=Federation(devices, partition, training, per_round, seed=0),
+        workshop=workshop,
+        initial=workshop.server_state(chain_state(chain)),
         rounds=10**9,
         seed=0,
-        schedule=Schedule(),
+        training=training,
         faults=Faults(),
-        evaluation=Evaluation(10**9, 256, "running", ("all",), np.ones((1, 10)), np.ones((1, 10))),
+        evaluation=Evaluation(every=10**9),
+        populations=None,
         deadline_s=1.0,
+        checkpoint_every=10**9,
     )
 
 
 def our_round(job: Job, workers: Any) -> Callable[[], float]:
-    workers.prepare(job.materials, KernelPlan())
-    workshop, state, index = Workshop(job.materials), job.initial, 0
+    workers.prepare(job.workshop, KernelPlan())
+    run = RunInProgress(job, RunFolder.create(Path(tempfile.mkdtemp()) / "run", ""))
 
     def play() -> float:
-        nonlocal state, index
         begin = time.perf_counter()
-        state, _, _ = play_round(job, workers, workshop, state, index)
-        index += 1
+        play_round([run], workers)
         return time.perf_counter() - begin
 
     return play

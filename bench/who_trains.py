@@ -21,7 +21,7 @@ import numpy as np
 
 from cocofl.config import Experiment
 from cocofl.data import REGISTRY, DataSet, Facts, Split
-from cocofl.engine.rounds import _plan
+from cocofl.engine.rounds import ask_devices
 from cocofl.errors import CocoflError
 from cocofl.experiment import Setup
 from cocofl.fl.spans import SpanWork
@@ -72,15 +72,16 @@ def shares(experiment: Experiment, dataset: DataSet | None) -> tuple[list[Share]
     setup = Setup(experiment.changed(everyone), dataset)
     job = setup.job()
     federation = job.federation
-    asked = [one for r in range(ROUNDS) for one in _plan(job, r).asked]
+    assert federation is not None
+    asked = [one for r in range(ROUNDS) for one in ask_devices(job, r)]
     found = []
     for group in federation.devices.groups:
         plans = [one.plan for one in asked if federation.group_name(one.device) == group.name]
         works = [plan.work for plan in plans if plan is not None]
-        spans = [work.span for work in works if isinstance(work, SpanWork)]
+        spans = [work.blocks for work in works if isinstance(work, SpanWork)]
         widths = [float(str(work)) for work in works if not isinstance(work, SpanWork)]
         sizes = [*map(len, spans), *widths]
-        blocks = sorted({block for span in spans for block in range(span.start, span.stop)})
+        blocks = sorted({block for span in spans for block in span})
         # Between the first and the last there may be some that nobody trains.
         reach = f"{len(blocks)} of {blocks[0]}:{blocks[-1] + 1}" if blocks else ""
         if widths:

@@ -73,4 +73,5 @@ def play(folder: Path, nodes: dict[int, Node], config: Mapping[str, Any]):
     grid = Direct(nodes)
     server = Server(grid, experiment, deployment)
     with open_folder(folder, experiment, resume=deployment.resume) as run:
-        return serve(server, run), run.metrics(), grid
+        serve(server, run)
+        return run.model(), run.metrics(), grid

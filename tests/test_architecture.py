@@ -6,10 +6,12 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import cocofl
+from cocofl.fl.strategies import STRATEGIES
 
 PACKAGE = Path(cocofl.__file__).parent
 
@@ -18,18 +20,18 @@ FLOORS = [
     {"cli"},
     {"reproduction"},
     {"flower", "report", "comparison", "trackers"},
-    {"together"},
     {"experiment"},
     {"config"},
     {"engine"},
     {"runlog"},
+    {"codecs", "metrics", "strategies"},
     {"fl"},
     {"profiling"},
     {"vector"},
     {"freeze"},
     {"chain"},
     {"models", "data"},
-    {"numerics"},
+    {"checks", "local_rule", "numerics"},
     {"allocator", "budget", "named", "rng", "source", "span"},
     {"errors"},
 ]
@@ -92,6 +94,25 @@ def test_frameworks_touch_only_their_adapters(path: Path) -> None:
     allowed = CORE_IMPORTS | ADAPTED_IMPORTS.get(room_of(path), set()) | {"cocofl"}
     foreign = {name.split(".")[0] for name in imported_modules(path)} - sys.stdlib_module_names
     assert foreign <= allowed
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nobody_knows_a_strategy_by_its_name(path: Path) -> None:
+    if path.parent.name == "strategies" or path.name == "config.py":  # which has the default
+        return
+    constants = {node.value for node in _nodes(path, ast.Constant)}
+    assert not constants & (STRATEGIES.keys() - {"cocofl"})  # which is the program's name, too
+    compared = {
+        side.value
+        for node in _nodes(path, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if isinstance(side, ast.Constant)
+    }
+    assert "cocofl" not in compared
+
+
+def _nodes(path: Path, kind: type[ast.AST]) -> list[Any]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)]
 
 
 def test_importing_cocofl_costs_torch_and_numpy_only() -> None:

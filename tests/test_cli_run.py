@@ -167,18 +167,18 @@ def test_a_folder_that_another_process_writes_is_left_to_it(call: Call, tmp_path
 
 
 OWN_STRATEGIES = """
-from cocofl.fl.merge import merge, merge_nested
-from cocofl.fl.strategies import Strategy
+from cocofl.strategies import Mean, Strategy, StrategyFacts, declares
 
 def blocks(tables):
-    return Strategy(lambda situation: None, merge)
+    return Strategy(lambda situation: None, Mean("everyone"))
 
+@declares(StrategyFacts(uploads="slices"))
 def slices(tables):
-    return Strategy(lambda situation: None, merge_nested)
+    return Strategy(lambda situation: None, Mean("senders"))
 """
 
 
-def test_what_a_strategy_does_decides_whether_it_can_be_deployed(
+def test_what_a_strategy_sends_decides_whether_it_can_be_deployed(
     call: Call, tmp_path: Path
 ) -> None:
     (tmp_path / "own_strategies.py").write_text(OWN_STRATEGIES)

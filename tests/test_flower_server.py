@@ -16,9 +16,10 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from cocofl.config import Experiment
 from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem
+from cocofl.experiment import open_folder
 from cocofl.flower.app import run_config, write_app
 from cocofl.flower.records import read_update, update_reply
-from cocofl.flower.server import Server
+from cocofl.flower.server import Server, serve
 from cocofl.flower.settings import Deployment, node_budget, read_run_config
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.hardware import Hardware
@@ -62,9 +63,9 @@ def test_the_reply_is_hardly_larger_than_the_update(tmp_path: Path) -> None:
     changes = {"model.options.tiny": False, "rounds": 1, "flower.nodes": 1}
     experiment, deployment = read_run_config({**TINY, **changes})
     grid = Direct({1: device(0, 30)})
-    _, record, _ = Server(grid, experiment, deployment).play_round(
-        Server(grid, experiment, deployment).job.initial, 0
-    )
+    with open_folder(tmp_path / "run", experiment, resume=False) as folder:
+        serve(Server(grid, experiment, deployment), folder)
+        (record,) = folder.metrics()
     reply = grid.replies["0"]
     whole = sum(len(each.deflate()) for each in get_all_nested_objects(reply).values())
     assert record["merged"] == 1

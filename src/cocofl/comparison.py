@@ -13,10 +13,9 @@ from cocofl.data.rules import check_rule
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import InvalidExperiment
-from cocofl.experiment import Run, make_executor
+from cocofl.experiment import Run, in_short, make_executor, simulate_batch
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import lookup
-from cocofl.together import in_short, simulate_together
 
 # A seed that no comparison reports: what was chosen on it was not seen before.
 TUNING_SEED = 1_000_003
@@ -84,7 +83,7 @@ def compare(
         def say(paths: Sequence[Path], rounds: int) -> None:
             announce(in_short([str(path.relative_to(out)) for path in paths]), rounds)
 
-        runs = simulate_together(
+        runs = simulate_batch(
             experiments, resume=resume, executor=own, watchers=watchers, announce=say
         )
         return {run.path: run for run in runs}

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidExperiment
-from cocofl.fl.batches import LAST_BATCH
-from cocofl.fl.local import STATISTICS
+from cocofl.fl.codec import Upload
+from cocofl.fl.evaluation import Evaluation
+from cocofl.fl.faults import Faults
+from cocofl.fl.training import Training
 from cocofl.freeze import BACKENDS
 from cocofl.named import nearest
 from cocofl.vector import PRECISIONS
@@ -51,7 +54,7 @@ class Data:
     equal: bool = True
 
     def __post_init__(self) -> None:
-        _check("data.alpha", self.alpha, above=0)
+        check_number("data.alpha", self.alpha, above=0)
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class DeviceSettings:
     groups: Any = "paper"
 
     def __post_init__(self) -> None:
-        _check("devices.count", self.count, least=1)
-        _check("devices.per_round", self.per_round, least=1)
+        check_number("devices.count", self.count, least=1)
+        check_number("devices.per_round", self.per_round, least=1)
         if self.per_round > self.count:
             raise InvalidExperiment(
                 f"devices.per_round is {self.per_round}, but devices.count is {self.count}"
@@ -81,62 +84,6 @@ class StrategySettings:
 
     name: str = "cocofl"
     options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Training:
-    """Local training, and the learning rate over the rounds."""
-
-    epochs: int = 1
-    batch: int = 32
-    last_batch: str = "keep"
-    optimizer: str = "sgd"
-    lr: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.001
-    decay_rounds: tuple[int, ...] = ()
-    decay_factor: float = 0.1
-    clip: float = math.inf
-    loss: str = "cross_entropy"
-
-    def __post_init__(self) -> None:
-        _check("training.epochs", self.epochs, least=1)
-        _check("training.batch", self.batch, least=1)
-        _check("training.lr", self.lr, above=0)
-        _check("training.momentum", self.momentum, least=0, below=1)
-        _check("training.weight_decay", self.weight_decay, least=0)
-        _check("training.decay_factor", self.decay_factor, above=0)
-        _check("training.clip", self.clip, above=0, finite=False)
-        _check_choice("training.last_batch", self.last_batch, LAST_BATCH)
-        for value in self.decay_rounds:
-            _check("training.decay_rounds", value, least=1)
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """When and how the server tests its model."""
-
-    every: int = 5
-    batch: int = 256
-    statistics: str = "running"
-    """BatchNorm's: those that training left (``running``), or those of each test ``batch``."""
-
-    def __post_init__(self) -> None:
-        _check("evaluation.every", self.every, least=1)
-        _check("evaluation.batch", self.batch, least=1)
-        _check_choice("evaluation.statistics", self.statistics, STATISTICS)
-
-
-@dataclass(frozen=True)
-class FaultSettings:
-    """What goes wrong on purpose."""
-
-    jitter: float = 0.0
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check("faults.jitter", self.jitter, least=0)
-        _check("faults.dropout", self.dropout, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -165,11 +112,11 @@ class EngineSettings:
     """How exactly a cohort multiplies on a GPU: ``fp32``, ``tf32`` or ``bf16``."""
 
     def __post_init__(self) -> None:
-        _check_choice("engine.kind", self.kind, ENGINES)
-        _check("engine.workers", self.workers, least=0, most=MAX_WORKERS)
-        _check_choice("engine.kernels", self.kernels, BACKENDS)
-        _check("engine.checkpoint_every", self.checkpoint_every, least=1)
-        _check_choice("engine.precision", self.precision, PRECISIONS)
+        check_choice("engine.kind", self.kind, ENGINES)
+        check_number("engine.workers", self.workers, least=0, most=MAX_WORKERS)
+        check_choice("engine.kernels", self.kernels, BACKENDS)
+        check_number("engine.checkpoint_every", self.checkpoint_every, least=1)
+        check_choice("engine.precision", self.precision, PRECISIONS)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise InvalidExperiment(
                 f"engine.device is {self.device!r}; expected auto, cpu, cuda or cuda:1"
@@ -192,14 +139,15 @@ class Experiment:
     devices: DeviceSettings = field(default_factory=DeviceSettings)
     strategy: StrategySettings = field(default_factory=StrategySettings)
     training: Training = field(default_factory=Training)
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    faults: FaultSettings = field(default_factory=FaultSettings)
+    upload: Upload = field(default_factory=Upload)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    faults: Faults = field(default_factory=Faults)
     tables: TableSettings = field(default_factory=TableSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
 
     def __post_init__(self) -> None:
-        _check("rounds", self.rounds, least=1)
-        _check("seed", self.seed, least=0, most=MAX_SEED)
+        check_number("rounds", self.rounds, least=1)
+        check_number("seed", self.seed, least=0, most=MAX_SEED)
 
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Experiment:
@@ -289,41 +237,6 @@ def parse_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-# --- checking ------------------------------------------------------------------------------------
-
-
-def _check(
-    key: str,
-    value: float,
-    *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = math.inf,
-    below: float = math.inf,
-    finite: bool = True,
-) -> None:
-    good = least <= value <= most and above < value and (value < below or not finite)
-    if math.isnan(value) or not good:
-        limits = [
-            f"{word} {limit:g}"
-            for word, limit in (
-                ("at least", least),
-                ("above", above),
-                ("at most", most),
-                ("below", below),
-            )
-            if math.isfinite(limit)
-        ]
-        raise InvalidExperiment(f"{key} is {value}; expected a number {' and '.join(limits)}")
-
-
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidExperiment(
-            f"{key} is {value!r}{nearest(value, choices)}; expected one of {', '.join(choices)}"
-        )
 
 
 # --- dicts to dataclasses ------------------------------------------------------------------------

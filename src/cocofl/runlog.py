@@ -18,11 +18,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,63 @@ METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 CHECKPOINT, MODEL = "checkpoint.safetensors", "model.safetensors"
 
 _ORIGIN = ("cocofl", "commit", "torch", "python", "hardware", "engine", "tables")
+
+
+FATES = ("merged", "late", "lost", "rejected", "infeasible")
+"""What can become of a device that is asked."""
+
+
+class DeviceRecord(NamedTuple):
+    """A device's part in a round."""
+
+    device: int
+    group: str
+    work: str | None
+    """What it trained; None where that is not known, or nothing fits it."""
+    fate: str
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What is to be known of a round; every figure has its one definition here."""
+
+    round: int
+    """Counted from 1."""
+    lr: float
+    simulated_s: float
+    """How long the server of a simulation waits."""
+    bytes_up: int
+    """The size of all updates that arrived, whatever became of them."""
+    loss: float | None
+    """The mean over the devices that were merged."""
+    devices: Sequence[DeviceRecord]
+    scores: Mapping[str, Any] = field(default_factory=dict)
+    """What the model was tested for, where it was."""
+    other_scores: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The same with other norm statistics, by their kind; at the end of a run."""
+    bytes_broadcast: int | None = None
+    """The size of all that devices were sent, where they are on a network."""
+    reasons: Sequence[tuple[int, str]] | None = None
+    """Why updates were refused or did not come, where devices are on a network."""
+
+    def to_json(self) -> Record:
+        """As ``metrics.jsonl`` has it."""
+        fates = [one.fate for one in self.devices]
+        broadcast = {"bytes_broadcast": self.bytes_broadcast}
+        reasons = {"reasons": [list(pair) for pair in self.reasons or ()]}
+        return {
+            "round": self.round,
+            "lr": self.lr,
+            "simulated_s": self.simulated_s,
+            "bytes_up": self.bytes_up,
+            **(broadcast if self.bytes_broadcast is not None else {}),
+            "loss": self.loss,
+            **{fate: fates.count(fate) for fate in FATES},
+            "devices": [list(one) for one in self.devices],
+            **(reasons if self.reasons is not None else {}),
+            **self.scores,
+            **{f"{kind}_statistics": dict(found) for kind, found in self.other_scores.items()},
+        }
 
 
 @dataclass(frozen=True)

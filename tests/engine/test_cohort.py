@@ -14,28 +14,28 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.vector.serial import train_one
 from torch import Tensor, nn
 
 from cocofl import Span, split
 from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
-from cocofl.engine.narrow import WidthTrial
 from cocofl.errors import InvalidExperiment, InvalidSetting
-from cocofl.experiment import Run, Setup, engine_kind, simulate
-from cocofl.fl.local import Task, Workshop
-from cocofl.fl.merge import merge, merge_nested
-from cocofl.fl.recipe import OPTIMIZERS
+from cocofl.experiment import Run, Setup, batch_groups, engine_kind, simulate, simulate_batch
+from cocofl.fl.local import Task
+from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
+from cocofl.fl.stacked import NotStacked, StackedNetworks, stacked
+from cocofl.fl.training import OPTIMIZERS
 from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.freeze import VARIANTS, KernelPlan
 from cocofl.models import MODELS
 from cocofl.models.base import narrowed
 from cocofl.models.transformer import Encoder, EncoderLayer, Shape
 from cocofl.runlog import Record, RunFolder
-from cocofl.together import groups, simulate_together
-from cocofl.vector import Cohort, DeviceWork, Sgd
+from cocofl.vector import Cohort, DeviceWork, Program, Sgd
+from tests.engine.collecting import collected
+from tests.vector.serial import train_one
 
 HAS_GPU = torch.cuda.is_available()
 TINY: dict[str, Any] = {
@@ -183,12 +183,12 @@ def test_of_classes_that_nobody_has_the_classifier_stays(monkeypatch: pytest.Mon
     monkeypatch.setitem(MODELS, "exact", exact)
     training = {"batch": 16, "momentum": 0.5, "weight_decay": 0.01}
     job = Setup(Experiment.parse(TINY | {"model": {"name": "exact"}, "training": training})).job()
-    labels, shop = job.materials.train.labels, Workshop(job.materials)
+    labels = job.workshop.materials.train.labels
     classes, widths = [(1, 4), (4, 7), (1, 4, 9)], (0.5, 1.0, 0.25)
     states = []
     for executor in (InProcess(), CohortExecutor("cpu", devices=2)):
-        executor.prepare(job.materials, KernelPlan())
-        state = job.initial
+        executor.prepare(job.workshop, KernelPlan())
+        state = executor.placed(job.initial)
         for round_index in range(2):
             tasks = [
                 Task(
@@ -201,14 +201,16 @@ def test_of_classes_that_nobody_has_the_classifier_stays(monkeypatch: pytest.Mon
                 )
                 for device, (own, width) in enumerate(zip(classes, widths, strict=True))
             ]
-            sent = executor.train(tasks, state)
-            state = executor.merger(merge_nested)(state, sent, shop.places)
-        states.append(state)
+            state = Mean("senders")(state, collected(executor, tasks[:2], state))
+            state = Mean("senders")(state, collected(executor, tasks[2:], state))
+        states.append(state.tensors)
         executor.close()
     serial, cohort = states
     assert all(float((serial[key] - cohort[key]).abs().max()) < 1e-9 for key in serial)
     for key in ("last.weight", "last.bias"):
-        stays = [torch.equal(a, b) for a, b in zip(cohort[key], job.initial[key], strict=True)]
+        stays = [
+            torch.equal(a, b) for a, b in zip(cohort[key], job.initial.tensors[key], strict=True)
+        ]
         assert np.flatnonzero(stays).tolist() == [0, 2, 3, 5, 6, 8]
 
 
@@ -226,14 +228,25 @@ def two_heads(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
     return TwoHeads(), torch.rand(4, 1, 8, 8)
 
 
-def test_only_scores_can_be_masked() -> None:
-    def trial(name: str) -> WidthTrial:
-        experiment = Experiment.parse(TINY | {"model": {"name": f"{__name__}:{name}"}})
-        return WidthTrial(Workshop(Setup(experiment).job().materials))
+def can_stack(experiment: Experiment, work: Any) -> bool:
+    """Whether devices with this work can be one computation."""
+    job = Setup(experiment).job()
+    networks = StackedNetworks(job.workshop, Program(job.workshop.chain(), torch.device("cpu")))
+    try:
+        stacked(networks, Task(0, 0, 0, np.arange(16), work, 0.1))
+    except NotStacked:
+        return False
+    return True
 
-    assert trial("reads_rows").can(WidthWork(0.5, masked=True))
-    assert trial("two_heads").can(WidthWork(1.0))
-    assert not trial("two_heads").can(WidthWork(1.0, masked=True))
+
+def test_only_scores_can_be_masked() -> None:
+    def can(name: str, work: WidthWork) -> bool:
+        experiment = Experiment.parse(TINY | {"model": {"name": f"{__name__}:{name}"}})
+        return can_stack(experiment, work)
+
+    assert can("reads_rows", WidthWork(0.5, masked=True))
+    assert can("two_heads", WidthWork(1.0))
+    assert not can("two_heads", WidthWork(1.0, masked=True))
 
 
 @pytest.mark.parametrize(
@@ -290,8 +303,7 @@ def test_narrower_transformers_train_together(
     experiment = experiment.changed(
         {"strategy.name": strategy} | {f"strategy.{key}": value for key, value in options.items()}
     )
-    trial = WidthTrial(Workshop(Setup(experiment).job().materials))
-    assert all(trial.can(WidthWork(width)) for width in (0.125, 0.5, 1.0))
+    assert all(can_stack(experiment, WidthWork(width)) for width in (0.125, 0.5, 1.0))
     serial = simulate(experiment, out=tmp_path / "s", executor=InProcess())
     cohort = simulate(experiment, out=tmp_path / "c", executor=CohortExecutor("cpu", devices=3))
     assert len({width for r in serial.rounds for _, _, width, _ in r["devices"]}) > 1
@@ -347,9 +359,9 @@ def test_a_mini_batch_of_one_sample_is_refused_where_the_serial_engine_does(
 ) -> None:
     monkeypatch.setitem(MODELS, "own", network)
     job = Setup(Experiment.parse(TINY | {"model": {"name": "own"}})).job()
-    executor, shop = CohortExecutor("cpu", devices=2), Workshop(job.materials)
-    executor.prepare(job.materials, KernelPlan())
-    n = len(shop.chain())
+    executor, shop = CohortExecutor("cpu", devices=2), job.workshop
+    executor.prepare(job.workshop, KernelPlan())
+    n, placed = len(shop.chain()), executor.placed(job.initial)
     spans = [SpanWork(Span(a, b), v) for a, b in ((0, n), (0, 1), (n - 1, n)) for v in VARIANTS]
     refused = 0
     for work in (*spans, WidthWork(0.5), OrderedWork((0.5, 1.0))):
@@ -359,10 +371,10 @@ def test_a_mini_batch_of_one_sample_is_refused_where_the_serial_engine_does(
         except InvalidSetting as error:
             refused += 1
             with pytest.raises(InvalidSetting, match=re.escape(str(error))):
-                list(executor.train(tasks, job.initial))
+                collected(executor, tasks, placed)
         else:
-            assert all(sent.is_finite for sent in executor.train(tasks, job.initial))
-        assert len(list(executor.train(tasks[:1], job.initial))) == 1
+            assert all(sent.is_finite for sent in collected(executor, tasks, placed))
+        assert len(collected(executor, tasks[:1], placed)) == 1
     assert refused == refusals
 
 
@@ -406,13 +418,16 @@ def test_engines_differ_less_than_float32_from_float64() -> None:
         Task(0, 0, device, job.federation.partition[device], SpanWork(Span(0, 6), "f"), 0.1)
         for device in range(4)
     ]
-    workshop, sent = Workshop(job.materials), []
+    workshop, sent = job.workshop, []
     for executor in (InProcess(), CohortExecutor("cpu", precision="fp32")):
-        executor.prepare(job.materials, KernelPlan())
-        sent.append([dict(one.tensors) for one in executor.train(tasks, job.initial)])
+        executor.prepare(job.workshop, KernelPlan())
+        state = executor.placed(job.initial)
+        sent.append([dict(one.tensors) for one in collected(executor, tasks, state)])
         executor.close()
     exact = split(deepcopy(workshop.model()).double(), torch.randn(16, 1, 8, 8).double())
-    initial = {k: t.double() if t.is_floating_point() else t for k, t in job.initial.items()}
+    initial = {
+        k: t.double() if t.is_floating_point() else t for k, t in job.initial.tensors.items()
+    }
     for task, serial, cohort in zip(tasks, *sent, strict=True):
         loaded = [((x.double(),), y) for x, y in workshop.load(task)]
         work = DeviceWork(Span(0, len(exact)), "f", task.lr)
@@ -485,7 +500,7 @@ def test_seeds_that_run_together_give_what_each_gives_alone(
     """Whether the devices of all of them fit, or not."""
     base = Experiment.parse(TINY | {"strategy": {"name": strategy}})
     several = {tmp_path / f"seed{seed}": base.changed({"seed": seed}) for seed in (3, 4)}
-    together = simulate_together(several, executor=CohortExecutor("cpu", devices=at_once))
+    together = simulate_batch(several, executor=CohortExecutor("cpu", devices=at_once))
     for run, one in zip(together, several.values(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone{one.seed}", executor=CohortExecutor("cpu"))
         assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]
@@ -498,10 +513,10 @@ def test_seeds_that_run_together_are_resumed_together(tmp_path: Path) -> None:
     base = Experiment.parse(TINY | {"rounds": 3})
     several = {tmp_path / f"seed{seed}": base.changed({"seed": seed}) for seed in (0, 1)}
     whole = {tmp_path / f"whole{one.seed}": one for one in several.values()}
-    expected = simulate_together(whole, executor=CohortExecutor("cpu"))
+    expected = simulate_batch(whole, executor=CohortExecutor("cpu"))
     with pytest.raises(KeyboardInterrupt):
-        simulate_together(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
-    found = simulate_together(several, resume=True, executor=CohortExecutor("cpu"))
+        simulate_batch(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
+    found = simulate_batch(several, resume=True, executor=CohortExecutor("cpu"))
     for one, other in zip(expected, found, strict=True):
         assert distance(one, other) == 0
 
@@ -511,7 +526,7 @@ def test_a_run_with_fewer_rounds_is_complete_before_the_others(tmp_path: Path) -
     long, short = tmp_path / "long", tmp_path / "short"
     several = {long: base.changed({"rounds": 3}), short: base.changed({"rounds": 1, "seed": 1})}
     with pytest.raises(KeyboardInterrupt):
-        simulate_together(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
+        simulate_batch(several, executor=CohortExecutor("cpu"), watchers=[Stop(2)])
     assert [RunFolder(path).is_complete for path in several] == [False, True]
 
 
@@ -538,8 +553,8 @@ def test_strategies_that_run_together_give_what_each_gives_alone(
         tmp_path / name: Experiment.parse(base.to_dict() | {"strategy": strategy, "seed": seed})
         for seed, (name, strategy) in enumerate(MIXED.items())
     }
-    assert len(groups(several)) == 1
-    together = simulate_together(several, executor=CohortExecutor("cpu", devices=at_once))
+    assert len(batch_groups(several)) == 1
+    together = simulate_batch(several, executor=CohortExecutor("cpu", devices=at_once))
     for run, (path, one) in zip(together, several.items(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone-{path.name}", executor=InProcess())
         assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]
@@ -555,7 +570,7 @@ def test_int8_beside_narrower_networks_with_statistics_of_their_own(tmp_path: Pa
     several = {
         tmp_path / name: base.with_strategy(name, **options) for name, options in strategies.items()
     }
-    together = simulate_together(several, executor=CohortExecutor("cpu"))
+    together = simulate_batch(several, executor=CohortExecutor("cpu"))
     for run, (path, one) in zip(together, several.items(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone-{path.name}", executor=CohortExecutor("cpu"))
         assert alone.state.keys() == run.state.keys()
@@ -575,7 +590,7 @@ def test_what_is_one_computation() -> None:
         "many": {"devices.count": 60, "devices.per_round": 30},
     }
     several = {Path(name): base.changed(change) for name, change in changes.items()}
-    assert [[path.name for path in group] for group in groups(several)] == [
+    assert [[path.name for path in group] for group in batch_groups(several)] == [
         ["as it is", "strategy", "split", "rate"],
         ["batch"],
         ["model"],
@@ -587,7 +602,7 @@ def test_what_is_one_computation() -> None:
 def test_runs_of_unequal_engines_do_not_go_together(tmp_path: Path) -> None:
     base = Experiment.parse(TINY)
     with pytest.raises(InvalidExperiment, match="must have the same engine"):
-        simulate_together(
+        simulate_batch(
             {tmp_path / "a": base, tmp_path / "b": base.changed({"engine.precision": "fp32"})}
         )
 
@@ -597,28 +612,28 @@ def test_only_the_states_of_a_round_are_kept() -> None:
     job = Setup(Experiment.parse(TINY)).job()
     indices = np.arange(20)
     for work in (SpanWork(Span(0, 6), "f"), WidthWork(0.5), OrderedWork((0.5, 1.0))):
-        executor, shop = CohortExecutor("cpu"), Workshop(job.materials)
-        executor.prepare(job.materials, KernelPlan())
-        merger = executor.merger(merge if isinstance(work, SpanWork) else merge_nested)
-        state, seen = job.initial, []
+        executor = CohortExecutor("cpu")
+        executor.prepare(job.workshop, KernelPlan())
+        state, seen = executor.placed(job.initial), []
         for round_index in range(4):
-            sent = executor.train([Task(0, round_index, 0, indices, work, 0.1)], state)
-            state = merger(state, sent, shop.places)
-            seen.append(weakref.ref(state["stem.0.weight"]))
-        assert [one() is None for one in seen] == [True, True, False, False], work
+            sent = collected(executor, [Task(0, round_index, 0, indices, work, 0.1)], state)
+            state = Mean("senders")(state, sent)
+            seen.append(weakref.ref(state.parts["parameters"]))
+        assert [one() is None for one in seen] == [True, True, True, False], work
 
 
 def test_a_cohort_is_let_go_of_at_once() -> None:
     """When a larger one takes its place, and in the end: its memory is a GPU's."""
     job = Setup(Experiment.parse(TINY)).job()
     executor = CohortExecutor("cpu")
-    executor.prepare(job.materials, KernelPlan())
+    executor.prepare(job.workshop, KernelPlan())
+    state = executor.placed(job.initial)
     gc.disable()
     try:
         cohorts = []
         for devices in (1, 2):
             tasks = [Task(0, 0, d, np.arange(20), WidthWork(0.5), 0.1) for d in range(devices)]
-            assert [one.is_finite for one in executor.train(tasks, job.initial)] == [True] * devices
+            assert [one.is_finite for one in collected(executor, tasks, state)] == [True] * devices
             cohorts.append(weakref.ref(executor._cohort))
         assert [cohort() is None for cohort in cohorts] == [True, False]
         executor.close()
@@ -630,8 +645,8 @@ def test_a_cohort_is_let_go_of_at_once() -> None:
 def test_testing_leaves_the_numbers_of_samples_alone() -> None:
     job = Setup(Experiment.parse(TINY)).job()
     executor = CohortExecutor("cpu")
-    executor.prepare(job.materials, KernelPlan())
+    executor.prepare(job.workshop, KernelPlan())
     parts = [np.arange(20), np.arange(20, 40)]
     for _ in range(2):
-        executor.confusion(job.initial, parts, "running")
+        executor.test(job.initial, parts, "running")
         assert [part.tolist() for part in parts] == [[*range(20)], [*range(20, 40)]]

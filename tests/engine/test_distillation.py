@@ -14,12 +14,14 @@ from cocofl.data import Facts, Split, load
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor, InProcess
 from cocofl.fl.local import Materials, Task, Workshop
-from cocofl.fl.merge import Contribution, State, merge_nested
-from cocofl.fl.recipe import Recipe
+from cocofl.fl.merge import Mean
+from cocofl.fl.state import Contribution, Tensors
+from cocofl.fl.training import Training
 from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.freeze import KernelPlan, chain_state
 from cocofl.models import MODELS
 from cocofl.profiling.subject import Subject
+from tests.engine.collecting import collected
 
 BATCH = 8
 # What each device does, and with how many samples: last mini-batches have 8, 5, 3, 8, 2 and 5.
@@ -80,8 +82,8 @@ NETWORKS = {"cnn": cnn, "averaging-cnn": averaging_cnn, "transformer": transform
 
 def materials(network: str, loss: str) -> Materials:
     data = texts() if network == "transformer" else load("digits").train
-    recipe = Recipe(batch=BATCH, momentum=0.5, weight_decay=0.01, clip=1.0, loss=loss)
-    return Materials(Subject(f"{network} in float64", BATCH, 10), recipe, data, data, "reference")
+    training = Training(batch=BATCH, momentum=0.5, weight_decay=0.01, clip=1.0, loss=loss)
+    return Materials(Subject(f"{network} in float64", BATCH, 10), training, data, data, "reference")
 
 
 def tasks(round_index: int) -> list[Task]:
@@ -92,18 +94,20 @@ def tasks(round_index: int) -> list[Task]:
     ]
 
 
-def play(executor: Executor, made_of: Materials) -> tuple[list[list[Contribution]], State]:
+def play(executor: Executor, made_of: Materials) -> tuple[list[list[Contribution]], Tensors]:
     """What devices sent in each of two rounds, and the server's state after them."""
     workshop = Workshop(made_of)
     state = chain_state(workshop.chain())
-    executor.prepare(made_of, KernelPlan())
+    executor.prepare(workshop, KernelPlan())
     rounds = []
     for index in range(2):
         sent = [
             Contribution(dict(one.tensors), one.samples, one.loss, one.width)
-            for one in executor.train(tasks(index), state)
+            for one in collected(
+                executor, tasks(index), executor.placed(workshop.server_state(state))
+            )
         ]
-        merged = merge_nested(state, sent, workshop.places)
+        merged = Mean("senders")(workshop.server_state(state), sent).tensors
         learned = dict(workshop.model().named_parameters())
         # The server has its statistics in float32.
         state = {k: t if k in learned else t.float().double() for k, t in merged.items()}
@@ -112,7 +116,7 @@ def play(executor: Executor, made_of: Materials) -> tuple[list[list[Contribution
     return rounds, state
 
 
-def differences(one: State, other: State) -> dict[str, float]:
+def differences(one: Tensors, other: Tensors) -> dict[str, float]:
     assert one.keys() == other.keys()
     return {key: float((one[key] - other[key]).abs().max()) for key in one}
 

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cocofl.config import Experiment
 from cocofl.engine.workers import PIPE_BYTES, Workers
 from cocofl.experiment import Setup
 from cocofl.fl.local import Task, Workshop
-from cocofl.fl.merge import Contribution
+from cocofl.fl.state import Contribution, ServerState
 from cocofl.freeze import KernelPlan
+from tests.engine.collecting import collected
 
 
 @dataclass(frozen=True)
 class SendsMuch:
     """Work that is done at once, and whose result is larger than a pipe."""
 
-    def train(self, _shop: Workshop, task: Task, _state: dict[str, Tensor]) -> Contribution:
+    def train(self, _shop: Workshop, task: Task, _state: ServerState) -> Contribution:
         return Contribution({"much": torch.zeros(PIPE_BYTES)}, len(task.indices))
 
 
@@ -36,8 +36,8 @@ def test_requests_and_answers_that_are_larger_than_a_pipe() -> None:
     tasks = [Task(0, 0, device, indices, SendsMuch(), 0.1) for device in range(4)]
     workers, pool = Workers(1), ThreadPoolExecutor(1)
     try:
-        workers.prepare(job.materials, KernelPlan())
-        answers = pool.submit(lambda: list(workers.train(tasks, {})))
+        workers.prepare(job.workshop, KernelPlan())
+        answers = pool.submit(lambda: collected(workers, tasks, job.initial))
         assert [one.samples for one in answers.result(timeout=15)] == [PIPE_BYTES] * 4
     finally:
         for channel in workers._channels:

@@ -5,8 +5,8 @@ import pytest
 
 from cocofl import data
 from cocofl.fl.local import Materials, Task, Work, Workshop
-from cocofl.fl.merge import State
-from cocofl.fl.recipe import Recipe
+from cocofl.fl.state import ServerState
+from cocofl.fl.training import Training
 from cocofl.freeze import chain_state
 from cocofl.profiling.subject import Subject
 
@@ -21,14 +21,14 @@ def workshop(digits: data.DataSet) -> Workshop:
     return make_workshop(digits)
 
 
-def make_workshop(digits: data.DataSet, **recipe: object) -> Workshop:
+def make_workshop(digits: data.DataSet, weight_decay: float = 0.0, **training: object) -> Workshop:
     subject = Subject("resnet10-digits", 16, 10, (("tiny", True),))
-    settings = Recipe(batch=16, **recipe)  # type: ignore[arg-type]
+    settings = Training(batch=16, weight_decay=weight_decay, **training)  # type: ignore[arg-type]
     return Workshop(Materials(subject, settings, digits.train, digits.test, "reference"))
 
 
-def initial(workshop: Workshop) -> State:
-    return chain_state(workshop.chain())
+def initial(workshop: Workshop) -> ServerState:
+    return workshop.server_state(chain_state(workshop.chain()))
 
 
 def task(work: Work, *, device: int = 3, samples: int = 40, lr: float = 0.1) -> Task:

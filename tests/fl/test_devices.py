@@ -10,17 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cocofl import Budget
+from cocofl.data import Partition
 from cocofl.data.partition import equal_groups
 from cocofl.errors import InvalidDevices
 from cocofl.fl.devices import (
     PAPER_GROUPS,
     Group,
+    RecordedTrace,
     Uniform,
     groups_from,
     limited_groups,
     make_devices,
     read_trace,
 )
+from cocofl.fl.federation import Federation
+from cocofl.fl.training import Training
 
 TRACE = """device,round,time,memory,upload
 0,0,0.5,0.5,1.0
@@ -95,6 +99,7 @@ def test_a_trace_with_a_missing_device(tmp_path: Path) -> None:
     [
         ("device,round,time\n0,0,1\n", "columns are"),
         ("device,round,time,memory,upload\n", "no rows"),
+        ("device,round,time,memory,upload,available\n0,0,1,1,1,no\n", "available is 'no'"),
         ("device,round,time,memory,upload\n0,1,1,1,1\n", "no row for round 0"),
         ("device,round,time,memory,upload\n0,0,1,1,1\n0,0,1,1,1\n", "two rows for round 0"),
         ("device,round,time,memory,upload\n0,0,-1,1,1\n", "line 2: time is -1"),
@@ -150,4 +155,51 @@ def test_groups_that_devices_cannot_form() -> None:
 
 def test_a_trace_excludes_limits_beside_it() -> None:
     with pytest.raises(InvalidDevices, match="give one"):
-        Group("a", time=0.5, trace={0: ((0,), (("1", "1", "1"),))})
+        Group("a", time=0.5, trace=RecordedTrace({0: {0: Budget()}}))
+
+
+def by_night(device: int, round_index: int) -> Budget | None:
+    """What a user may write: device 1 is there in even rounds."""
+    if device == 1 and round_index % 2:
+        return None
+    return Budget.parse(time="30s", samples=1)
+
+
+def nonsense(_device: int, _round: int) -> str:
+    return "much"
+
+
+def test_a_trace_of_ones_own_is_a_function() -> None:
+    devices = make_devices(2, groups_from([{"name": "a", "trace": f"{__name__}:by_night"}]), 0)
+    assert [devices.is_available(1, r) for r in range(3)] == [True, False, True]
+    assert devices.budget(0, 1, samples=64) == Budget(time_s=30, samples=64)
+    devices = make_devices(2, groups_from([{"name": "a", "trace": f"{__name__}:nonsense"}]), 0)
+    with pytest.raises(InvalidDevices, match="gave 'much' for device 1 in round 2; expected a B"):
+        devices.is_available(1, 2)
+    with pytest.raises(InvalidDevices, match="cannot import nowhere:trace"):
+        groups_from([{"name": "a", "trace": "nowhere:trace"}])
+
+
+COMING_AND_GOING = """device,round,time,memory,upload,available
+0,0,1,,,
+1,0,,,,0
+1,2,0.5,,,1
+2,0,1,,,1
+2,2,,,,0
+"""
+
+
+def test_who_cannot_be_asked_is_not_drawn_and_others_are_instead(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(COMING_AND_GOING)
+    groups = groups_from([{"name": "a", "trace": "trace.csv"}], tmp_path)
+    parts = Partition(np.arange(6), np.array([0, 2, 4, 6]), np.arange(0))
+
+    def drawn(group: Group, round_index: int) -> list[int]:
+        federation = Federation(make_devices(3, [group], 0), parts, Training(), 1, seed=0)
+        return list(federation.in_random_order(round_index))
+
+    for round_index in range(4):
+        absent = 1 if round_index < 2 else 2
+        everyone = drawn(Group("a"), round_index)
+        assert drawn(groups[0], round_index) == [d for d in everyone if d != absent]
+    assert make_devices(3, groups, 0).budget(1, 3) == Budget(time=0.5)

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl import Span, data
+from cocofl.engine.executor import added
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import batch_stream, mini_batches, n_batches, tensors
 from cocofl.fl.local import Materials, Workshop
-from cocofl.fl.merge import merge_nested
-from cocofl.fl.recipe import Recipe
+from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
-from cocofl.fl.widths import OrderedWork, WidthWork
+from cocofl.fl.training import Training
+from cocofl.fl.widths import OrderedWork, StatisticsWork, WidthWork
 from cocofl.models.base import narrowed
 from cocofl.profiling.subject import Subject
 
@@ -72,7 +73,7 @@ def test_clipping_bounds_the_gradient(digits: data.DataSet) -> None:
     state = initial(workshop)
     sent = workshop.train(task(SpanWork(Span(0, 6), "f"), lr=1.0), state)
     moved = max(
-        float((t - state[key]).abs().max())
+        float((t - state.tensors[key]).abs().max())
         for key, t in sent.tensors.items()
         if key.endswith("weight")
     )
@@ -83,8 +84,9 @@ def test_heterofl_trains_the_narrow_network_on_its_slice(workshop: Workshop) -> 
     state, one = initial(workshop), task(WidthWork(0.5))
     sent = workshop.train(one, state)
     model, _ = workshop.materials.subject.build(0.5)
+    tensors_ = state.tensors
     model.load_state_dict(
-        {key: state[key][at] for key, at in workshop.places(0.5).items() if key in state},
+        {key: tensors_[key][at] for key, at in workshop.places(0.5).items() if key in tensors_},
         strict=False,
     )
     plain_training(workshop, model, one)
@@ -115,8 +117,8 @@ def test_a_masked_loss_leaves_absent_classes_alone(workshop: Workshop) -> None:
     (bias,) = [key for key in sent.rows if key.endswith("bias")]
     assert sent.rows[bias].tolist() == [2, 7]
     absent = [c for c in range(10) if c not in (2, 7)]
-    assert torch.equal(sent.tensors[bias][absent], state[bias][absent])
-    assert not torch.equal(sent.tensors[bias][[2, 7]], state[bias][[2, 7]])
+    assert torch.equal(sent.tensors[bias][absent], state.tensors[bias][absent])
+    assert not torch.equal(sent.tensors[bias][[2, 7]], state.tensors[bias][[2, 7]])
 
 
 def test_fjord_with_one_width_is_the_narrow_network(workshop: Workshop) -> None:
@@ -124,8 +126,9 @@ def test_fjord_with_one_width_is_the_narrow_network(workshop: Workshop) -> None:
     one = task(OrderedWork((0.5,)))
     sent = workshop.train(one, state)
     model, _ = workshop.materials.subject.build(0.5)
+    tensors_ = state.tensors
     model.load_state_dict(
-        {key: state[key][at] for key, at in workshop.places(0.5).items() if key in state},
+        {key: tensors_[key][at] for key, at in workshop.places(0.5).items() if key in tensors_},
         strict=False,
     )
     plain_training(workshop, model, one)
@@ -141,7 +144,7 @@ def test_fjord_never_touches_channels_beyond_the_drawn_widths(workshop: Workshop
     state = initial(workshop)
     sent = workshop.train(task(OrderedWork((0.5, 1.0)), samples=16), state)
     (drawn,) = [key for key in sent.tensors if key.endswith("stem.1.running_mean")]
-    weight, old = sent.tensors["stem.0.weight"], state["stem.0.weight"]
+    weight, old = sent.tensors["stem.0.weight"], state.tensors["stem.0.weight"]
     inside = workshop.places(0.5)["stem.0.weight"]
     assert not torch.equal(weight[inside], old[inside])
     if drawn.startswith("widths.0.5."):  # one mini-batch: one width
@@ -159,14 +162,14 @@ def test_distillation_trains_the_widest_network_too(workshop: Workshop) -> None:
 
 
 def test_statistics_are_means_over_a_devices_mini_batches(workshop: Workshop) -> None:
-    state, one = initial(workshop), task(SpanWork(Span(0, 6)))
-    sent = workshop.statistics(one, state).tensors
+    state, one = initial(workshop), task(StatisticsWork())
+    sent = workshop.train(one, state).tensors
     assert all("running" in key for key in sent)
     rng = batch_stream(one.seed, one.round_index, one.device)
     convolve = nn.functional.conv2d
     means = [
         convolve(
-            tensors(workshop.materials.train, indices)[0], state["stem.0.weight"], padding=1
+            tensors(workshop.materials.train, indices)[0], state.tensors["stem.0.weight"], padding=1
         ).mean((0, 2, 3))
         for indices in mini_batches(one.indices, 16, "keep", 1, rng)
     ]
@@ -174,13 +177,15 @@ def test_statistics_are_means_over_a_devices_mini_batches(workshop: Workshop) ->
     torch.testing.assert_close(sent["stem.1.running_mean"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_confusion_does_not_depend_on_how_the_test_data_is_cut(workshop: Workshop) -> None:
+def test_sums_do_not_depend_on_how_the_test_data_is_cut(workshop: Workshop) -> None:
     state = initial(workshop)
-    whole = workshop.confusion(state, [np.arange(100)], "running")
+    (whole,) = added(workshop.test(state, [np.arange(100)], "running"))
     parts = [np.arange(a, b) for a, b in pairwise(range(0, 101, 20))]
-    assert np.array_equal(whole, workshop.confusion(state, parts, "running"))
+    (cut,) = added(workshop.test(state, parts, "running"))
+    assert np.array_equal(whole, cut)
     assert whole.sum() == 100
-    assert not np.array_equal(whole, workshop.confusion(state, parts, "batch"))
+    (of_batches,) = added(workshop.test(state, parts, "batch"))
+    assert not np.array_equal(whole, of_batches)
 
 
 def test_batches_cover_every_sample_once_an_epoch() -> None:
@@ -247,11 +252,12 @@ def test_narrower_networks_keep_weights_tied_and_whole_numbers_whole(
     work: WidthWork | OrderedWork, digits: data.DataSet
 ) -> None:
     subject = Subject(f"{__name__}:odd", 16, 10)
-    workshop = Workshop(Materials(subject, Recipe(batch=16), digits.train, digits.test))
+    workshop = Workshop(Materials(subject, Training(batch=16), digits.train, digits.test))
     state = before = initial(workshop)
     for _ in range(2):
-        state = merge_nested(state, [workshop.train(task(work), state)], workshop.places)
-    assert not torch.equal(state["one.weight"], before["one.weight"])
-    assert torch.equal(state["one.weight"], state["two.weight"])
-    assert [key for key in state if key.endswith("order")] == ["order"]
-    assert torch.equal(state["order"], before["order"])
+        state = Mean("senders")(state, [workshop.train(task(work), state)])
+    after = state.tensors
+    assert not torch.equal(after["one.weight"], before.tensors["one.weight"])
+    assert torch.equal(after["one.weight"], after["two.weight"])
+    assert [key for key in after if key.endswith("order")] == ["order"]
+    assert torch.equal(after["order"], before.tensors["order"])

@@ -1,4 +1,4 @@
-"""What devices of width strategies plan with the budget they have."""
+"""What strategies say of themselves, and what devices plan with the budget they have."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 
 from cocofl import Budget, ProfileTable
+from cocofl.errors import InvalidSetting
 from cocofl.fl.federation import Situation
-from cocofl.fl.strategies import STRATEGIES
+from cocofl.fl.strategies import (
+    NEEDS_NOTHING,
+    STRATEGIES,
+    StrategyFacts,
+    declares,
+    facts_of,
+    recorded_facts,
+)
 from cocofl.profiling import Cost
 
 WIDTHS = (0.1, 0.15, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -62,3 +70,31 @@ def test_a_device_that_nothing_fits_sits_out() -> None:
     situation = Situation(0, 0, Budget(time=0.05), np.random.default_rng(0))
     for name in ("heterofl", "fjord"):
         assert STRATEGIES[name](WidthTables()).plan(situation) is None
+
+
+def test_every_strategy_says_what_others_need_to_know() -> None:
+    facts = [facts_of(name) for name in STRATEGIES]
+    assert all(one.label and one.colour for one in facts)
+    for what in ("label", "colour", "order"):
+        assert len({getattr(one, what) for one in facts}) == len(facts), what
+    assert [one.role for one in facts].count("proposed") == 1
+    assert facts_of(NEEDS_NOTHING).tables == ""
+
+
+@declares(StrategyFacts(role="upper bound", colour="#123456"))
+def declared(_tables: object) -> None:
+    """A user's strategy."""
+
+
+def test_a_strategy_of_ones_own_declares_facts_or_has_defaults() -> None:
+    assert facts_of(f"{__name__}:declared").is_bound
+    assert facts_of(f"{__name__}:WidthTables") == StrategyFacts()
+
+
+def test_what_a_file_says_of_a_strategy_is_checked_and_never_imported() -> None:
+    name = "nowhere.at_all:strategy"
+    assert recorded_facts(name, {"colour": "#123456"}).colour == "#123456"
+    for wrong in ({"colour": "red;x:y"}, {"role": ["x"]}, {"unheard_of": 1}, "text", None):
+        assert recorded_facts(name, wrong) == StrategyFacts()
+    with pytest.raises(InvalidSetting, match="role is 'best'; expected 'proposed', 'baseline'"):
+        StrategyFacts(role="best")

@@ -13,6 +13,7 @@ from cocofl.freeze.kernels import (
     Geometry,
     Kernel,
     LinearMap,
+    Prepared,
     available,
     kernel,
     safe_weight_bits,
@@ -306,3 +307,40 @@ def test_the_legacy_kernels_leave_the_chosen_engine_alone():
     for other in INTEGER:
         other.prepare(linear_map)(x, Grid(0.1, 128), None)
     assert torch.backends.quantized.engine == before
+
+
+def raising(when: str) -> Kernel:
+    def prepare(linear_map: LinearMap) -> Prepared:
+        if when == "always" or (len(linear_map.input_shape) == 4 and linear_map.input_shape[1] > 8):
+            raise RuntimeError("unknown architecture")
+        return REFERENCE.prepare(linear_map)
+
+    return Kernel(f"raises-{when}", prepare, lambda: None, integer=True)
+
+
+@pytest.mark.parametrize("when", ["always", "on some maps"])
+def test_a_kernel_that_raises_is_left_out_and_said_so(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = raising(when)
+    monkeypatch.setitem(KERNELS, broken.name, broken)
+    chain = split(
+        nn.Sequential(nn.Conv2d(3, 10, 3), nn.Conv2d(10, 4, 3), nn.Flatten(), nn.Linear(64, 2)),
+        torch.randn(2, 3, 8, 8),
+        fine=True,
+    )
+    with pytest.warns(RuntimeWarning, match="unknown architecture") as said:
+        net = freeze(chain, Span(0, 1), backend="auto", plan=KernelPlan())
+    assert len([line for line in said if broken.name in str(line.message)]) == 1
+    assert net(torch.randn(2, 3, 8, 8)).shape == (2, 2)
+    if when == "always":
+        assert broken.name not in {row.kernel for row in net.describe()}
+        with pytest.raises(KernelMissing, match="unknown architecture"):
+            kernel(broken.name)
+
+
+def test_fbgemm_is_left_to_x86() -> None:
+    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
+    assert NATIVE.name == ("legacy-fbgemm" if is_x86 else "legacy-qnnpack")
+    if not is_x86:
+        assert KERNELS["legacy-fbgemm"].missing()

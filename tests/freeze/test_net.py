@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cocofl import (
     BlockChain,
+    Blocks,
     CocoflError,
     InvalidSetting,
     InvalidSpan,
@@ -161,11 +162,37 @@ def test_an_update_has_the_trained_blocks_and_nothing_else(variant, chain):
         own = {key for i in range(span.start, span.stop) for key in chain.block_keys(i)}
         wanted = {key for key in own if not key.endswith("num_batches_tracked")}
         assert net.update().tensors.keys() == wanted
-        assert net.update().span == span
+        assert net.update().blocks == span
         net.measure_scales()
         train(net, 1)
         scales = net.update().tensors.keys() - wanted
         assert {int(key.split(".")[1]) for key in scales} == set(range(span.start, span.stop))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("text", ["1:2+3:4", "0:1+2:3", "0:1+3:4", "0:1+2:4"])
+def test_blocks_apart_learn_what_they_learn_in_the_whole(variant, text):
+    """Without norms, freezing in float changes no gradient, and int8 turns it by little."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1)]
+    model = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 4 * 4, 5))
+    x = torch.randn(16, 3, 8, 8)
+    chain = split(model, x)
+    assert len(chain) == 4
+    found = {}
+    for blocks in (Span(0, 4), Blocks(text)):
+        net = freeze(chain, blocks, variant=variant, backend="reference")
+        net(x).square().sum().backward()
+        trained = [pair for block in net.trained for pair in block.named_parameters()]
+        found[blocks] = {key: parameter.grad for key, parameter in trained}
+        assert net.blocks == net.update().blocks == blocks
+        assert {row.block for row in net.describe() if row.role == "trained"} == set(blocks)
+    whole, own = found.values()
+    for key, gradient in own.items():
+        if variant == "qff":
+            assert F.cosine_similarity(gradient.flatten(), whole[key].flatten(), dim=0) > 0.95
+        else:
+            torch.testing.assert_close(gradient, whole[key], rtol=1e-4, atol=1e-4)
 
 
 def test_an_update_is_a_copy_and_knows_its_size(chain):

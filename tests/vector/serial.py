@@ -73,7 +73,7 @@ def train_one(
     settings: Optimizer,
 ) -> tuple[State, float]:
     """What one device sends, and its mean loss."""
-    net = freeze(chain, work.span, variant=work.variant, backend="reference", state=state)
+    net = freeze(chain, work.blocks, variant=work.variant, backend="reference", state=state)
     net.train()
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch_optimizer(settings, trained, work.lr)

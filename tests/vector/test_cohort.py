@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cocofl import BlockChain, InvalidSetting, Span, chain_state, split
-from cocofl.fl.merge import Contribution, merge
+from cocofl.fl.merge import Mean
+from cocofl.fl.state import Contribution, ServerState
 from cocofl.models import MODELS
 from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Program, Sgd
 from tests.vector.serial import Round, draw_round, spans_of, train_one, with_biases
@@ -20,6 +21,11 @@ SIZES = [[8, 8, 5], [8, 8], [8, 3], [8, 8, 8], [6]]
 SGD = Sgd(momentum=0.5, weight_decay=0.01, clip=1.0)
 ADAM = Adam(weight_decay=0.01, clip=1.0)
 NETWORKS = ["mobilenet", "resnet18", "densenet40", "transformer"]
+
+
+def merged(state, sent):
+    contributions = [Contribution(tensors, 8) for tensors, _ in sent]
+    return Mean("everyone")(ServerState(state), contributions).tensors
 
 
 def tiny(name: str, dtype: torch.dtype) -> tuple[BlockChain, Tensor, Tensor]:
@@ -90,8 +96,12 @@ def test_two_rounds_in_float64(name: str, optimizer: Optimizer, lr: float, varia
         for (a, loss_a), (b, loss_b) in zip(expected, found, strict=True):
             assert largest_difference(a, b) < 1e-9
             assert loss_a == pytest.approx(loss_b, abs=1e-9)
-        state = merge(state, [Contribution(sent, 8) for sent, _ in expected])
-        other = merge(other, [Contribution(sent, 8) for sent, _ in found])
+        state = Mean("everyone")(
+            ServerState(state), [Contribution(sent, 8) for sent, _ in expected]
+        ).tensors
+        other = Mean("everyone")(
+            ServerState(other), [Contribution(sent, 8) for sent, _ in found]
+        ).tensors
 
 
 @pytest.mark.parametrize("name", ["resnet18", "densenet40", "transformer"])
@@ -108,7 +118,33 @@ def test_two_rounds_in_int8(name: str) -> None:
             weights = [key for key in a if not key.startswith("scales.")]
             assert a.keys() == b.keys()
             assert largest_difference({k: a[k] for k in weights}, {k: b[k] for k in weights}) < 1e-2
-        state = merge(state, [Contribution(sent, 8) for sent, _ in expected])
+        state = Mean("everyone")(
+            ServerState(state), [Contribution(sent, 8) for sent, _ in expected]
+        ).tensors
+
+
+@pytest.mark.parametrize("variant", ["f", "ff", "qff"])
+@pytest.mark.parametrize("name", ["mobilenet", "transformer"])
+def test_blocks_apart(name: str, variant: str) -> None:
+    """A middle block beside the last, the ends, and three apart, each beside a span."""
+    dtype, tolerance = (torch.float32, 1e-2) if variant == "qff" else (torch.float64, 1e-9)
+    chain, x, y = tiny(name, dtype)
+    n = len(chain)
+    first, middle, last = Span(0, 1), Span(n // 2, n // 2 + 1), Span(n - 1, n)
+    sets = [middle | last, first | last, first | middle | last, middle]
+    works = [DeviceWork(blocks, variant, 0.05) for blocks in sets]
+    cohort, state = cohort_of(chain, x, y), with_biases(chain_state(chain))
+    for seed in range(2):
+        one = draw_round(works, SAMPLES, BATCH, SIZES[: len(works)], seed)
+        expected, found = serially(chain, state, one, x, y), together(cohort, state, one)
+        for (a, _), (b, _) in zip(expected, found, strict=True):
+            weights = [key for key in a if not key.startswith("scales.")]
+            assert a.keys() == b.keys()
+            own, others = ({k: sent[k] for k in weights} for sent in (a, b))
+            assert largest_difference(own, others) < tolerance
+        state = Mean("everyone")(
+            ServerState(state), [Contribution(sent, 8) for sent, _ in expected]
+        ).tensors
 
 
 def test_devices_of_different_variants_share_a_cohort() -> None:
@@ -138,7 +174,7 @@ def test_what_a_device_freezes_keeps_its_bits(optimizer: Optimizer) -> None:
         for slot in kind.all():
             for d, work in enumerate(works):
                 same = torch.equal(slot.of(before)[0], slot.of(after)[d])
-                assert same == (slot.block not in work.span)
+                assert same == (slot.block not in work.blocks)
 
 
 def test_samples_that_do_not_count_change_nothing() -> None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cocofl import chain_state, split
-from cocofl.fl.merge import Contribution, merge_nested
+from cocofl.fl.merge import Mean
+from cocofl.fl.state import Contribution, KeyLayout, ServerState
 from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Sgd
@@ -123,6 +124,7 @@ def test_two_rounds_in_float64(name: str, kind: str, optimizer: Optimizer, lr: f
             levels = schedule, torch.zeros(4, 3, cohort.statistics.shape[1]).double()
         cohort.train(cohort.rows_of([other]), [frozenset()], works, one.indices, one.valid, levels)
         expected, found = [], []
+        layout = KeyLayout(where.__getitem__)
         for d, width in enumerate(WIDTHS):
             widths = [WIDTHS[level] for level in schedule[:, d]]
             a = alone(name, state, one, d, widths, x, y, optimizer)
@@ -133,8 +135,8 @@ def test_two_rounds_in_float64(name: str, kind: str, optimizer: Optimizer, lr: f
             assert max((a[key] - b[key]).abs().max().item() for key in a) < 1e-9
             expected.append(Contribution(a, 8, width=width))
             found.append(Contribution(b, 8, width=width))
-        state = merge_nested(state, expected, where.__getitem__)
-        other = merge_nested(other, found, where.__getitem__)
+        state = Mean("senders")(ServerState(state, layout), expected).tensors
+        other = Mean("senders")(ServerState(other, layout), found).tensors
 
 
 def test_a_place_that_a_narrower_network_lacks_stays_zero() -> None:

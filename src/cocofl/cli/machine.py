@@ -18,7 +18,7 @@ from cocofl import data
 from cocofl.cli.printing import Json, print_json, print_table
 from cocofl.data.origin import DATA_VARIABLE, cache_dir
 from cocofl.errors import DataNotFound
-from cocofl.freeze.kernels import KERNELS, safe_weight_bits
+from cocofl.freeze.kernels import KERNELS, safe_weight_bits, why_not
 from cocofl.profiling import shipped
 from cocofl.profiling.hardware import cpu_name
 
@@ -78,7 +78,7 @@ def _processor() -> list[Finding]:
 def _kernels() -> list[Finding]:
     findings = []
     for name, kernel in KERNELS.items():
-        reason = kernel.missing()
+        reason = why_not(kernel)
         state: Literal["good", "note"] = "note" if reason else "good"
         findings.append(Finding(f"kernel {name}", state, reason or "runs here"))
     return findings

@@ -16,6 +16,7 @@ from cocofl.cli.printing import print_table, right, stoppable
 from cocofl.cli.reporting import drawing
 from cocofl.cli.running import ProgressBar
 from cocofl.errors import InvalidSetting
+from cocofl.fl.strategies import facts_of
 from cocofl.reproduction import collection as collections
 from cocofl.reproduction import plans, profiles, results, tables
 from cocofl.reproduction.collection import Collection
@@ -125,7 +126,7 @@ def table2(
 def fairness(
     rows: Annotated[str, typer.Option(help="Rows, separated by commas.")] = "mobilenet-cifar10-rc",
     strategies: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(
-        plans.STRATEGY_ORDER[1:]
+        name for name in plans.STRATEGY_ORDER if not facts_of(name).all_data_in_one_place
     ),
     seeds: Seeds = 3,
     rounds: Rounds = None,

@@ -23,7 +23,8 @@ from cocofl.config import Experiment, parse_value
 from cocofl.engine.rounds import STATUSES, Watcher
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Run, evaluate_run, simulate
-from cocofl.fl.strategies import STRATEGIES
+from cocofl.fl.strategies import STRATEGIES, facts_of
+from cocofl.fl.strategies.facts import BASELINE, PROPOSED
 from cocofl.trackers import tracker
 
 File = Annotated[
@@ -308,15 +309,18 @@ def _print_comparison(comparison: Comparison) -> None:
 
 
 def best_rivals(comparison: Comparison) -> list[str]:
-    """One line per split: how far CoCoFL is ahead of each method that obeys budgets."""
+    """One line per split: how far what is proposed is ahead of the others that obey budgets."""
     lines = []
     for split in comparison.splits:
         rows = {row.strategy: row for row in comparison.rows if row.split == split}
-        rivals = [name for name in ("heterofl", "fjord", "fedavg") if name in rows]
-        if "cocofl" in rows and rivals:
-            ours = rows["cocofl"]
-            ahead = ", ".join(f"{name} {_ahead(ours, rows[name]):+.1f}" for name in rivals)
-            lines.append(f"{split}: CoCoFL ahead, in points: {ahead}")
+        facts = {name: facts_of(name) for name in rows}
+        in_order = sorted(rows, key=lambda name: facts[name].order)
+        rivals = [name for name in in_order if facts[name].role == BASELINE]
+        for name in in_order if rivals else ():
+            if facts[name].role == PROPOSED:
+                leads = (f"{rival} {_ahead(rows[name], rows[rival]):+.1f}" for rival in rivals)
+                who = facts[name].label or name
+                lines.append(f"{split}: {who} ahead, in points: {', '.join(leads)}")
     return lines
 
 

@@ -1,112 +1,57 @@
 """The cohort executor: the devices of a round as one computation, on a GPU where there is one.
 
-It trains the same devices on the same mini-batches as workers do. Parameters stay on the GPU from
-round to round: the state that the round loop carries is a copy for checkpoints and tests.
+It trains the same devices on the same mini-batches as workers do. The server's state stays on the
+GPU from round to round, as rows.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from cocofl.engine.examiner import Examiner
-from cocofl.engine.narrow import Narrowed, NarrowNetworks, WidthTrial
-from cocofl.engine.resident import ResidentSplit
+from cocofl.engine.executor import Answer, Asked
+from cocofl.engine.gpu_data import GpuSplit
+from cocofl.engine.gpu_evaluation import GpuEvaluator
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Materials, Task, Work, Workshop, one_sample_refused
-from cocofl.fl.merge import Contribution, Places, State, merge, merge_nested
-from cocofl.fl.recipe import Loss, Recipe, cross_entropy
-from cocofl.fl.spans import SpanWork
-from cocofl.fl.strategies import Merge
-from cocofl.fl.widths import OrderedWork
+from cocofl.fl.local import Task, Workshop, one_sample_refused
+from cocofl.fl.metrics import Sums
+from cocofl.fl.stacked import (
+    PARAMETERS,
+    NotStacked,
+    RowLayout,
+    StackedNetworks,
+    StackedWork,
+    Trained,
+    stacked,
+)
+from cocofl.fl.state import Memory, ServerState
+from cocofl.fl.training import Loss, Training, cross_entropy
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
-from cocofl.span import Span
-from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Program, Rows, Sgd, losses
+from cocofl.vector import Adam, Cohort, Optimizer, Program, Rows, RuleMemory, Sgd, losses
 from cocofl.vector.agreement import disagreement
 from cocofl.vector.memory import devices_that_fit
 from cocofl.vector.precision import Precision
 
-_SCALE_BYTES = 4
-
-Asked = tuple[Sequence[Task], State]
-"""What a run wants trained, and what its devices begin with."""
-
 
 class _Participant(NamedTuple):
-    """A device and the number of its run."""
+    """A device, the number of its run, and its work in the cohort's terms."""
 
     run: int
     task: Task
-
-
-@dataclass(frozen=True)
-class _Sent(Contribution):
-    """What a device of a cohort sends; its tensors are copied only if someone asks for them."""
-
-    size_bytes: int = 0
-    sound: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        """The upload volume."""
-        return self.size_bytes
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether training went well."""
-        return self.sound
-
-
-class _LazyTensors(Mapping[str, Tensor]):
-    """A device's update as a mapping, made when somebody looks into it."""
-
-    def __init__(self, make: Callable[[], State]) -> None:
-        self._make, self._made = make, State()
-
-    def _all(self) -> State:
-        if not self._made:
-            self._made = self._make()
-        return self._made
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._all()[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-
-class _RowTensors(_LazyTensors):
-    """Of a device with the whole network."""
-
-    def __init__(self, make: Callable[[], State], rows: Rows) -> None:
-        super().__init__(make)
-        self.rows = rows
-
-
-class _NarrowTensors(_LazyTensors):
-    """Of a device with a narrower network."""
-
-    def __init__(self, make: Callable[[], State], own: Narrowed) -> None:
-        super().__init__(make)
-        self.own = own
+    work: StackedWork
 
 
 class TrainedAlone(UserWarning):
-    """A network whose devices cannot be trained as one computation."""
+    """Devices that cannot be trained as one computation."""
 
 
 class CohortExecutor:
@@ -125,272 +70,232 @@ class CohortExecutor:
         if self._on.type == "cuda" and not torch.cuda.is_available():
             raise InvalidSetting("the cohort engine was asked for a GPU, but there is none here")
 
-    def prepare(self, materials: Materials, plan: KernelPlan) -> None:
-        """Bring the data to the GPU and the chain into its stacked form."""
-        self._workshop = Workshop(materials, plan)
-        self._source = ResidentSplit(materials.train, self._on)
-        self._tests = ResidentSplit(materials.test, self._on)
+    def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
+        """Bring the data to the GPU."""
+        workshop.plan = plan
+        self._workshop, materials = workshop, workshop.materials
+        self._source = GpuSplit(materials.train, self._on)
+        self._tests = GpuSplit(materials.test, self._on)
         self._cohort: Cohort | None = None
-        self._narrow: NarrowNetworks | None = None
         self._room_for = 0, False  # so many devices; whether they distil
-        self._alone = self._must_train_alone()
-        self._widths = WidthTrial(self._workshop)
-        self._held: dict[int, tuple[Mapping[str, Tensor], Rows]] = {}
-        self._examiner: Examiner | None = None
-        self._sizes: dict[Span, int] = {}
+        self._evaluator: GpuEvaluator | None = None
+        self._warned: set[str] = set()
+        self._form = cache(self._stacked_form)
 
-    def _must_train_alone(self) -> bool:
-        """Whether the network has no stacked form; built-in ones have, as the tests say."""
+    def _stacked_form(self) -> tuple[StackedNetworks, RowLayout] | None:
+        """The network for many devices, and how its states lie; None where it has no such form."""
         name = self._workshop.materials.subject.model
+        # Built-in networks have one, as the tests say.
         reason = None if name in MODELS else disagreement(self._workshop.chain())
         if reason is not None:
-            warnings.warn(
-                f"the devices of {name} train one after the other, on the CPU: {reason}",
-                TrainedAlone,
-                stacklevel=2,
-            )
-        return reason is not None
+            self._warn(f"the devices of {name} train one after the other, on the CPU: {reason}")
+            return None
+        networks = StackedNetworks(self._workshop, Program(self._workshop.chain(), self._on))
+        return networks, RowLayout(networks, self._on)
 
-    def resolve_plan(self, state: State) -> KernelPlan:
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, TrainedAlone, stacklevel=2)
+
+    def resolve_plan(self, state: ServerState) -> KernelPlan:
         """Nothing to choose: a cohort computes the reference arithmetic."""
         del state
         return self._workshop.plan
 
-    def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """All devices at once, as far as memory goes."""
-        return (sent for _, sent in self._train([(tasks, state)]))
+    def placed(self, state: ServerState) -> ServerState:
+        """As rows on the GPU."""
+        form = self._form()
+        return state if form is None else state.placed(form[1])
 
-    def train_together(self, asked: Sequence[Asked]) -> list[Iterable[Contribution]]:
-        """The devices of several runs at once, as far as memory goes."""
-        answers: list[list[Contribution]] = [[] for _ in asked]
-        for run, sent in self._train(asked, keep=True):
-            answers[run].append(sent)
-        return list(answers)
+    # Training
 
-    def _train(
-        self, asked: Sequence[Asked], *, keep: bool = False
-    ) -> Iterator[tuple[int, Contribution]]:
-        """Each device's contribution with the number of its run.
+    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
+        """The devices of all runs at once, as far as memory goes."""
+        if len(asked) == 1:
+            return [(answer for _, answer in self._answers(asked))]
+        found: list[list[Answer]] = [[] for _ in asked]
+        for run, answer in self._answers(asked, keep=True):
+            found[run].append(answer)
+        return list(found)
 
-        It is good until the cohort runs again, be it for statistics, unless told to ``keep`` it.
+    def _answers(self, asked: Asked, *, keep: bool = False) -> Iterator[tuple[int, Answer]]:
+        """Each device's answer with the number of its run; those who train alone come first.
+
+        It is good until the cohort runs again, unless told to ``keep`` it.
         """
-        states = [state for _, state in asked]
-        everyone: list[_Participant] = []
-        for run, (tasks, state) in enumerate(asked):
-            if not self._alone and all(self._can(task.work) for task in tasks):
-                everyone += (_Participant(run, task) for task in tasks)
-            else:
-                yield from ((run, self._workshop.train(task, state)) for task in tasks)
-        if not everyone:
-            return
-        works = [one.task.work for one in everyone]
-        distils = any(isinstance(work, OrderedWork) and work.distillation > 0 for work in works)
+        together: list[_Participant] = []
+        for run, (plan, state) in enumerate(asked):
+            for task in plan.tasks:
+                if (work := self._stacked(task)) is not None:
+                    together.append(_Participant(run, task, work))
+                else:
+                    alone = self._workshop.train(task, state)
+                    yield run, Answer(task.device, alone)
+        for trains in (True, False):
+            some = [one for one in together if one.work.sends_parameters is trains]
+            if some:
+                states = [state for _, state in asked]
+                yield from self._in_cohort(some, states, keep=keep, measure=not trains)
+
+    def _stacked(self, task: Task) -> StackedWork | None:
+        """The task's work in the cohort's terms; None where it has to be done alone."""
+        form = self._form()
+        if form is None:
+            return None
+        try:
+            return stacked(form[0], task)
+        except NotStacked as reason:
+            kind = type(task.work).__name__
+            self._warn(f"devices with {kind} train one after the other, on the CPU: {reason}")
+            return None
+
+    def _in_cohort(
+        self,
+        everyone: Sequence[_Participant],
+        states: Sequence[ServerState],
+        *,
+        keep: bool,
+        measure: bool,
+    ) -> Iterator[tuple[int, Answer]]:
+        form = self._form()
+        assert form is not None
+        networks, layout = form
+        distils = any(one.work.device.distillation > 0 for one in everyone)
         cohort = self._cohort_for(len(everyone), distils=distils)
-        rows = Rows.below_each_other([self._rows(cohort, state) for state in states])
-        self._held = {id(state): self._held[id(state)] for state in states}
+        networks.enter(cohort)
+        rows = Rows.below_each_other([layout.rows(state.parts) for state in states])
         for first in range(0, len(everyone), cohort.devices):
             some = everyone[first : first + cohort.devices]
-            sent = self._train_some(cohort, some, rows, states, keep)
-            yield from ((one.run, own) for one, own in zip(some, sent, strict=True))
+            run = self._measure if measure else self._train
+            for one, trained in zip(some, run(cohort, some, rows, states, layout), strict=True):
+                sent = layout.sent(one.work, one.task, trained.clone() if keep else trained)
+                sent = self._workshop.transmitted(sent, one.task, states[one.run])
+                yield one.run, Answer(one.task.device, sent)
 
-    def _can(self, work: Work) -> bool:
-        return isinstance(work, SpanWork) or self._widths.can(work)
-
-    def _train_some(
+    def _train(
         self,
         cohort: Cohort,
         some: Sequence[_Participant],
         rows: Rows,
-        states: Sequence[State],
-        keep: bool,
-    ) -> Iterator[Contribution]:
-        narrow, tasks = self._narrow, [task for _, task in some]
-        assert narrow is not None
-        works = [_device_work(task, narrow)._replace(state=run) for run, task in some]
-        known = [
-            frozenset(key for key in cohort.program.sites.keys if key in state) for state in states
-        ]
-        indices, valid = self._mini_batches(cohort, some, works)
-        schedule, levels = narrow.schedule(tasks, len(indices)), None
-        if schedule is not None:
-            levels = schedule, narrow.statistics_of(states, rows)[[run for run, _ in some]]
-        cohort.train(rows, known, works, indices, valid, levels)
+        states: Sequence[ServerState],
+        layout: RowLayout,
+    ) -> Iterator[Trained]:
+        works = [one.work for one in some]
+        known = [layout.known_scales(state.parts) for state in states]
+        indices, valid = self._mini_batches(cohort, some)
+        schedule = np.array([work.schedule(len(indices)) for work in works]).T
+        levels = None
+        if any(work.steps_at is not None for work in works):
+            by_state = [layout.statistics_by_level(state.parts) for state in states]
+            levels = schedule, torch.stack([by_state[one.run] for one in some])
+        device_works = [one.work.device._replace(state=one.run) for one in some]
+        memories = [_memory(states[one.run], one.task) for one in some]
+        cohort.train(rows, known, device_works, indices, valid, levels, memories)
         means, sound = cohort.losses.tolist(), _are_finite(cohort)
         scales = (~cohort.measured.isnan()).sum(1).tolist()
-        for d, (task, work) in enumerate(zip(tasks, works, strict=True)):
-            common: dict[str, Any] = {
-                "samples": len(task.indices),
-                "loss": means[d],
-                "sound": sound[d] and bool(np.isfinite(means[d])),
-            }
-            if work.level is None:
-                of_device = cohort.rows_now(d).clone() if keep else cohort.rows_now(d)
-                yield _Sent(
-                    tensors=_RowTensors(partial(_update, cohort, of_device, work), of_device),
-                    size_bytes=self._tensor_bytes(cohort, work.span) + _SCALE_BYTES * scales[d],
-                    **common,
-                )
-            else:
-                own = narrow.narrowed(task, work, d, schedule, valid[:, d])
-                yield _narrow_sent(narrow, own.clone() if keep else own, common)
+        for d, work in enumerate(works):
+            at: set[int] = set()
+            if work.sends_statistics:
+                at = set(schedule[valid[:, d] > 0, d].tolist())
+                if work.device.distillation and at and work.device.level is not None:
+                    at.add(work.device.level)  # as a teacher
+            yield Trained(
+                rows=cohort.rows_now(d),
+                statistics=cohort.statistics_at(sorted(at), d),
+                memory=cohort.remembered(d) if work.device.rule is not None else {},
+                loss=means[d],
+                sound=sound[d],
+                n_scales=scales[d],
+            )
+
+    def _measure(
+        self,
+        cohort: Cohort,
+        some: Sequence[_Participant],
+        rows: Rows,
+        _states: Sequence[ServerState],
+        _layout: RowLayout,
+    ) -> Iterator[Trained]:
+        """Norm statistics, nothing trained."""
+        batches = [self._workshop.batches(one.task) for one in some]
+        cohort.measure_statistics(rows, *_padded(batches, cohort.batch))
+        for d in range(len(some)):
+            yield Trained(cohort.rows_now(d), {}, {}, 0.0, True, 0)
 
     def _mini_batches(
-        self, cohort: Cohort, some: Sequence[_Participant], works: Sequence[DeviceWork]
+        self, cohort: Cohort, some: Sequence[_Participant]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         # Dropout draws from PyTorch's global generator: the same for the same devices.
         torch.manual_seed(int(some[0].task.rng("dropout").integers(2**63)))
-        batches = [self._workshop.batches(task) for _, task in some]
-        for (_, task), work, own in zip(some, works, batches, strict=True):
-            if any(len(batch) == 1 for batch in own) and cohort.needs_two_samples(work):
-                raise one_sample_refused(task.device)
-        return _mini_batches(batches, self._workshop.recipe.batch)
+        batches = [self._workshop.batches(one.task) for one in some]
+        for one, own in zip(some, batches, strict=True):
+            if any(len(b) == 1 for b in own) and cohort.needs_two_samples(one.work.device):
+                raise one_sample_refused(one.task.device)
+        return _padded(batches, self._workshop.training.batch)
 
-    def merger(self, strategy_merge: Merge) -> Merge:
-        """Merge rows on the GPU."""
-        return {merge: self._merge, merge_nested: self._merge_nested}.get(
-            strategy_merge, strategy_merge
-        )
+    # Testing
 
-    def _merge(
-        self, state: Mapping[str, Tensor], contributions: Iterable[Contribution], places: Places
-    ) -> State:
-        """What :func:`cocofl.fl.merge.merge` gives, from rows instead of tensors by key."""
-        are_rows, everyone = _peeked(contributions, _RowTensors)
-        if not are_rows:
-            return merge(state, everyone, places)
-        cohort = self._cohort
-        assert cohort is not None
-        old = self._rows(cohort, state)
-        changes = [torch.zeros_like(rows[0], dtype=torch.float64) for rows in old[:2]]
-        sums = torch.zeros_like(old.scales[0], dtype=torch.float64)
-        weights, samples = torch.zeros_like(sums), 0
-        for sent in everyone:
-            assert isinstance(sent.tensors, _RowTensors)
-            own, samples = sent.tensors.rows, samples + sent.samples
-            for change, new, before in zip(changes, own[:2], old[:2], strict=True):
-                change.add_(new[0].double() - before[0].double(), alpha=sent.samples)
-            told = ~torch.isnan(own.scales[0])
-            sums += torch.where(told, own.scales[0].double(), 0.0) * sent.samples
-            weights += told * sent.samples
-        moved = [
-            (before[0].double() + change / samples).to(before.dtype)[None]
-            for before, change in zip(old[:2], changes, strict=True)
-        ]
-        scales = torch.where(weights > 0, (sums / weights).float(), old.scales[0])
-        rows = Rows(moved[0], moved[1], scales[None])
-        merged = dict(state) | cohort.state_of(rows.on_the_host())
-        self._held[id(merged)] = merged, rows
-        return merged
-
-    def _merge_nested(
-        self, state: Mapping[str, Tensor], contributions: Iterable[Contribution], places: Places
-    ) -> State:
-        """What :func:`cocofl.fl.merge.merge_nested` gives, from rows instead of tensors by key."""
-        are_narrow, everyone = _peeked(contributions, _NarrowTensors)
-        if not are_narrow:
-            return merge_nested(state, everyone, places)
-        assert self._cohort is not None
-        assert self._narrow is not None
-        old = self._rows(self._cohort, state)
-        sent = (one.tensors.own for one in everyone)
-        merged, rows = self._narrow.merge(state, old, sent)
-        self._held[id(merged)] = merged, rows
-        return merged
-
-    def _rows(self, cohort: Cohort, state: Mapping[str, Tensor]) -> Rows:
-        """The state as rows; usually they are where the last merge left them."""
-        if id(state) not in self._held:
-            self._held[id(state)] = state, cohort.rows_of([state])
-        return self._held[id(state)][1]
-
-    def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """All devices at once, where nothing in the network runs device by device."""
-        cohort = None if self._alone else self._cohort_for(len(tasks))
-        if cohort is None or not cohort.program.is_capturable:
-            yield from (self._workshop.statistics(task, state) for task in tasks)
-            return
-        rows = self._rows(cohort, state)
-        for first in range(0, len(tasks), cohort.devices):
-            some = tasks[first : first + cohort.devices]
-            batches = [self._workshop.batches(task) for task in some]
-            cohort.measure_statistics(rows, *_mini_batches(batches, cohort.batch))
-            slots, found = cohort.program.slots.statistics, cohort.statistics.cpu()
-            for d, task in enumerate(some):
-                sent = {key: slot.of(found)[d] for key, slot in slots.by_key.items()}
-                yield Contribution(sent, len(task.indices))
-
-    def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
+    def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
         """All of the test data on the GPU."""
-        if self._examiner is None:
+        if self._evaluator is None:
             model, _ = self._workshop.materials.subject.build()
             # Where devices train together in a captured graph, their model can be tested so.
             capture = self._cohort is not None and self._cohort.program.is_capturable
-            precision = Precision.named(self._precision)
-            self._examiner = Examiner(model, self._tests, self._on, precision, capture=capture)
-        return self._examiner.confusion(state, chunks, statistics)
+            capture &= self._workshop.tally.capturable
+            self._evaluator = GpuEvaluator(
+                model,
+                self._tests,
+                self._on,
+                Precision.named(self._precision),
+                self._workshop.tally,
+                capture=capture,
+            )
+        return self._evaluator.test(state, chunks, statistics)
 
     def close(self) -> None:
         """Let go of the GPU's memory."""
-        self._cohort = self._narrow = self._examiner = None
-        self._held = {}
+        self._cohort = self._evaluator = None
 
     def _cohort_for(self, wanted: int, *, distils: bool = False) -> Cohort:
         most, distilled = self._room_for
         if self._cohort is None or wanted > most or distils > distilled:
             self._room_for = max(wanted, most), distils or distilled
-            chain, recipe = self._workshop.chain(), self._workshop.recipe
-            program = Program(chain, self._on) if self._cohort is None else self._cohort.program
-            self._cohort = self._narrow = None  # their memory is for the next
+            chain, training, form = self._workshop.chain(), self._workshop.training, self._form()
+            assert form is not None
+            self._cohort = None  # its memory is for the next
 
             def make(devices: int) -> Cohort:
                 return Cohort(
                     chain,
                     self._source,
                     devices=devices,
-                    batch=recipe.batch,
+                    batch=training.batch,
                     on=self._on,
-                    optimizer=_stacked_optimizer(recipe),
+                    optimizer=_stacked_optimizer(training),
                     loss=_stacked_loss(self._workshop.loss),
                     precision=self._precision,
                     # A loss of one's own is told on the host which samples count.
                     capture=self._workshop.loss is cross_entropy,
-                    program=program,
+                    program=form[0].program,
                 )
 
             most, distilled = self._room_for
             fitting = self._devices or devices_that_fit(make, most, self._on, distils=distilled)
             self._cohort = make(min(most, fitting))
-            self._narrow = NarrowNetworks(self._workshop, self._cohort)
         return self._cohort
 
-    def _tensor_bytes(self, cohort: Cohort, span: Span) -> int:
-        if span not in self._sizes:
-            work = DeviceWork(span, "f", 0.0)
-            sent = cohort.update(cohort.rows_now(0), work).items()
-            self._sizes[span] = sum(
-                t.nbytes for key, t in sent if key not in cohort.program.sites.place
-            )
-        return self._sizes[span]
+
+def _memory(state: ServerState, task: Task) -> RuleMemory:
+    """What the rule of a device's work may read."""
+
+    def rows(memory: Memory) -> dict[str, torch.Tensor]:
+        return {n: own[PARAMETERS] for n, own in memory.items() if PARAMETERS in own}
+
+    return RuleMemory(rows(state.memory), rows(task.memory))
 
 
-def _device_work(task: Task, narrow: NarrowNetworks) -> DeviceWork:
-    work = task.work
-    if isinstance(work, SpanWork):
-        return DeviceWork(work.span, work.variant, task.lr)
-    return narrow.work(task)
-
-
-def _narrow_sent(narrow: NarrowNetworks, own: Narrowed, common: Mapping[str, Any]) -> _Sent:
-    return _Sent(
-        tensors=_NarrowTensors(partial(narrow.tensors, own), own),
-        width=narrow.width(own.level),
-        rows=narrow.voting_rows(own),
-        size_bytes=narrow.sent_bytes(own),
-        **common,
-    )
-
-
-def _mini_batches(
+def _padded(
     devices: Sequence[Sequence[Ints]], batch: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(step, device, sample) and how many of those count; what is missing repeats what is there."""
@@ -404,22 +309,23 @@ def _mini_batches(
     return indices, valid
 
 
-def has_optimizer(recipe: Recipe) -> bool:
-    """Whether many devices can descend together as a recipe says."""
-    return recipe.optimizer_class() in (torch.optim.SGD, torch.optim.Adam)
+def has_optimizer(training: Training) -> bool:
+    """Whether many devices can descend together as a training says."""
+    return training.optimizer_class() in (torch.optim.SGD, torch.optim.Adam)
 
 
-def _stacked_optimizer(recipe: Recipe) -> Optimizer:
-    recipe.check()
-    if not has_optimizer(recipe):
+def _stacked_optimizer(training: Training) -> Optimizer:
+    training.check_optimizer()
+    if not has_optimizer(training):
         raise InvalidSetting(
-            f"the cohort engine knows the optimizers sgd and adam, not {recipe.optimizer!r}; "
+            f"the cohort engine knows the optimizers sgd and adam, not {training.optimizer!r}; "
             'use engine.kind = "serial"'
         )
-    decay, clip = recipe.weight_decay, recipe.clip
-    if recipe.optimizer_class() is torch.optim.Adam:
+    decay = training.weight_decay
+    clip = training.clip if training.clip < math.inf else None
+    if training.optimizer_class() is torch.optim.Adam:
         return Adam(weight_decay=decay, clip=clip)
-    return Sgd(momentum=recipe.momentum, weight_decay=decay, clip=clip)
+    return Sgd(momentum=training.momentum, weight_decay=decay, clip=clip)
 
 
 def _stacked_loss(loss: Loss) -> losses.StackedLoss:
@@ -431,16 +337,3 @@ def _are_finite(cohort: Cohort) -> list[bool]:
     sound = torch.stack([torch.isfinite(r.sum(1)) for r in rows]).all(0)
     found: list[bool] = sound.tolist()
     return found
-
-
-def _update(cohort: Cohort, rows: Rows, work: DeviceWork) -> State:
-    return {key: tensor.cpu() for key, tensor in cohort.update(rows, work).items()}
-
-
-def _peeked(
-    contributions: Iterable[Contribution], kind: type[_LazyTensors]
-) -> tuple[bool, Iterator[Any]]:
-    """Whether they are of a kind (all are, or none), and all of them still."""
-    iterator = iter(contributions)
-    first = list(itertools.islice(iterator, 1))
-    return any(isinstance(one.tensors, kind) for one in first), itertools.chain(first, iterator)

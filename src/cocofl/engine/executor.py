@@ -2,86 +2,127 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Materials, Task, Workshop
-from cocofl.fl.merge import Contribution, State
-from cocofl.fl.strategies import Merge
+from cocofl.fl.local import Task, Workshop
+from cocofl.fl.metrics import Sums
+from cocofl.fl.state import Contribution, ServerState
 from cocofl.freeze import KernelPlan
 
 
-class Executor(Protocol):
-    """Carries out the tasks of a round. Results come in the order of the tasks."""
+@dataclass(frozen=True, eq=False)
+class RoundPlan:
+    """What is to be collected in a round."""
 
-    def prepare(self, materials: Materials, plan: KernelPlan) -> None:
+    round_index: int
+    lr: float
+    tasks: Sequence[Task]
+    """Of the devices that are simulated; none where devices plan by themselves."""
+    purpose: Literal["train", "statistics"] = "train"
+
+
+class Answer(NamedTuple):
+    """What came back from a device, before anybody has judged it."""
+
+    device: int
+    sent: Contribution | bytes | None
+    """As bytes where it comes from a device that nobody trusts; None where nothing came."""
+    fate: str = "merged"
+    reason: str = ""
+    broadcast_bytes: int | None = None
+    """What the device was sent."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of what was sent."""
+        if self.sent is None:
+            return 0
+        return len(self.sent) if isinstance(self.sent, bytes) else self.sent.nbytes
+
+
+Asked = Sequence[tuple[RoundPlan, ServerState]]
+"""What each of several runs wants collected, and what its devices begin with."""
+
+
+class Executor(Protocol):
+    """Carries out rounds. Answers come in the order of the tasks."""
+
+    def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
         """Get ready for an experiment; all int8 work obeys ``plan`` from now on."""
 
-    def resolve_plan(self, state: State) -> KernelPlan:
+    def resolve_plan(self, state: ServerState) -> KernelPlan:
         """Choose kernels where the plan has not, under the conditions that devices train in."""
 
-    def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """Each device's local training."""
+    def placed(self, state: ServerState) -> ServerState:
+        """The state where this executor wants it."""
 
-    def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """Each device's norm statistics of the whole network, nothing trained."""
+    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
+        """Of each run what its devices answer. It is good until the next call."""
 
-    def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
-        """How often each true class was taken for each class, over chunks of the test data."""
-
-    def merger(self, merge: Merge) -> Merge:
-        """The strategy's merge, or one that gives the same from where the executor has things."""
+    def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
+        """The sums of the metrics over chunks of the test data."""
 
     def close(self) -> None:
         """Let go of what the executor holds."""
 
 
-class JointExecutor(Executor, Protocol):
-    """One that can carry out the tasks of several runs at once."""
-
-    def train_together(
-        self, asked: Sequence[tuple[Sequence[Task], State]]
-    ) -> list[Iterable[Contribution]]:
-        """Of each run its tasks and state; of each its devices' contributions."""
+def answers(tasks: Sequence[Task], sent: Iterable[Contribution]) -> Iterator[Answer]:
+    """The answers of devices that always answer."""
+    return (Answer(task.device, one) for task, one in zip(tasks, sent, strict=True))
 
 
-class InProcess:
-    """Trains one device after the other in this process, with one thread, as workers do."""
+def added(sums: Iterable[Sequence[Sums]]) -> list[Sums]:
+    """The sums over all chunks, in their order: so they are the same whoever made them."""
+    return [np.add.reduce(list(parts)) for parts in zip(*sums, strict=True)]
+
+
+class TestsHere(ABC):
+    """An executor that keeps and tests the server's model in this process, with one thread."""
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
 
-    def prepare(self, materials: Materials, plan: KernelPlan) -> None:
-        """Make a workshop."""
-        self._workshop = Workshop(materials, plan)
+    def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
+        """Work in this workshop."""
+        workshop.plan = plan
+        self._workshop = workshop
 
-    def resolve_plan(self, state: State) -> KernelPlan:
+    def resolve_plan(self, state: ServerState) -> KernelPlan:
         """Measure here."""
         self._workshop.resolve_plan(state)
         return self._workshop.plan
 
-    def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """One after the other."""
-        return (self._workshop.train(task, state) for task in tasks)
+    def placed(self, state: ServerState) -> ServerState:
+        """Where it is."""
+        return state
 
-    def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """One after the other."""
-        return (self._workshop.statistics(task, state) for task in tasks)
+    @abstractmethod
+    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
+        """Of each run what its devices answer."""
 
-    def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
+    def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
         """All chunks here."""
-        return self._workshop.confusion(state, list(chunks), statistics)
-
-    def merger(self, merge: Merge) -> Merge:
-        """The strategy's own."""
-        return merge
+        return added(self._workshop.test(state, chunks, statistics))
 
     def close(self) -> None:
         """Give the threads back."""
         torch.set_num_threads(self._threads)
+
+
+class InProcess(TestsHere):
+    """Trains one device after the other in this process, as workers do."""
+
+    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
+        """One device after the other."""
+        return [self._trained(plan.tasks, state) for plan, state in asked]
+
+    def _trained(self, tasks: Sequence[Task], state: ServerState) -> Iterator[Answer]:
+        return answers(tasks, (self._workshop.train(task, state) for task in tasks))

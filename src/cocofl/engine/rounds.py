@@ -1,62 +1,59 @@
-"""The round loop: ask devices, train them, merge, evaluate, write down; and resume."""
+"""The round, and the loop over rounds with what is kept so that it can be resumed.
+
+A round reads top to bottom in :func:`play_round`. Whatever trains devices (processes, a GPU,
+Flower's simulation, devices on a network) supplies :meth:`Executor.collect`, and nothing else.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cocofl.engine.executor import Executor, JointExecutor
-from cocofl.errors import NoFeasibleSpan
+from cocofl.engine.executor import Answer, Executor, RoundPlan
+from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
-from cocofl.fl.evaluation import metrics
+from cocofl.fl.evaluation import STATISTICS, Evaluation
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
-from cocofl.fl.local import STATISTICS, Materials, Task, Workshop
-from cocofl.fl.merge import Contribution, State, merge_nested
+from cocofl.fl.local import Task, Workshop
+from cocofl.fl.merge import Mean
+from cocofl.fl.metrics import Populations, scores
+from cocofl.fl.state import Contribution, ServerState
 from cocofl.fl.strategies import Plan, Strategy
-from cocofl.freeze import KernelPlan
+from cocofl.fl.training import Training
+from cocofl.fl.widths import StatisticsWork
+from cocofl.freeze import KernelPlan, check_state
 from cocofl.rng import stream
-from cocofl.runlog import PLAN, Record, RunFolder
+from cocofl.runlog import FATES, PLAN, DeviceRecord, Record, RoundRecord, RunFolder
 
-STATUSES = ("merged", "late", "lost", "rejected", "infeasible")
+STATUSES = FATES
 # How many devices are asked before a run in which nobody can train is called off.
 _ASKED_AT_MOST = 1000
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate over rounds: multiplied by a factor at some of them."""
+class Verdict(NamedTuple):
+    """What a server makes of an answer."""
 
-    lr: float = 0.1
-    decay_rounds: tuple[int, ...] = ()
-    decay_factor: float = 0.1
-
-    def at(self, round_index: int) -> float:
-        """The learning rate of a round.
-
-        >>> [Schedule(1.0, (2,), 0.5).at(r) for r in range(4)]
-        [1.0, 1.0, 0.5, 0.5]
-        """
-        passed = sum(round_index >= decay for decay in self.decay_rounds)
-        return self.lr * self.decay_factor**passed
+    contribution: Contribution
+    work: str | None = None
+    """What was trained, where the answer says so rather than the plan."""
 
 
-@dataclass(frozen=True, eq=False)
-class Evaluation:
-    """When and how the server tests its model, and whose classes weigh how much."""
+Judge = Callable[[Answer, ServerState], Verdict]
+"""Accepts an answer, or raises :class:`~cocofl.errors.RejectedUpdate`."""
 
-    every: int
-    batch: int
-    statistics: str
-    group_names: tuple[str, ...]
-    group_densities: NDArray[Any]
-    device_densities: NDArray[Any]
+
+def only_finite(answer: Answer, _state: ServerState) -> Verdict:
+    """What our own devices send is as it should be, unless their training broke down."""
+    assert isinstance(answer.sent, Contribution)
+    if not answer.sent.is_finite:
+        raise RejectedUpdate("values", "")
+    return Verdict(answer.sent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,16 +61,20 @@ class Job:
     """Everything a run needs, put together."""
 
     strategy: Strategy
-    federation: Federation
-    materials: Materials
-    initial: State
+    federation: Federation | None
+    """The devices that are simulated; None where devices plan by themselves."""
+    workshop: Workshop
+    initial: ServerState
     rounds: int
     seed: int
-    schedule: Schedule
+    training: Training
     faults: Faults
     evaluation: Evaluation
+    populations: Populations | None
+    """Whose classes weigh how much in groups and devices."""
     deadline_s: float
     checkpoint_every: int = 10
+    judge: Judge = only_finite
 
 
 class Watcher(Protocol):
@@ -86,65 +87,229 @@ class Watcher(Protocol):
         """The run is complete."""
 
 
-class _Asked(NamedTuple):
+class AskedDevice(NamedTuple):
+    """A device that the server asked, and what came of that before anything was trained."""
+
     device: int
     plan: Plan | None
     fate: str
     time: float
 
 
-def run(
-    job: Job,
-    executor: Executor,
-    folder: RunFolder,
-    plan: KernelPlan,
-    watchers: Sequence[Watcher] = (),
-) -> State:
-    """Play all rounds that the folder does not have yet; the state after the last one."""
-    if folder.is_complete:
-        return folder.model()
-    game = _Game(job, folder)
-    game.prepare(executor, plan)
-    while not game.is_over:
-        planned = _plan(job, game.next_round)
-        sent = executor.train(planned.tasks, game.state)
-        game.settle(_finish(job, executor, game.workshop, game.state, planned, sent), watchers)
-    return game.end(watchers)
+# --- one round -----------------------------------------------------------------------------------
 
 
-def run_together(
-    jobs: Sequence[tuple[Job, RunFolder]],
-    executor: JointExecutor,
-    plan: KernelPlan,
-    watchers: Sequence[Watcher] = (),
-) -> None:
-    """Play several runs with one network and recipe at once; watchers are told of the first."""
-    games = [_Game(job, folder) for job, folder in jobs if not folder.is_complete]
-    if not games:
-        return
-    games[0].prepare(executor, plan)
-    for game in games[1:]:
-        game.obey(games[0])
-    watching = {id(game): watchers if i == 0 else () for i, game in enumerate(games)}
-    while under_way := [game for game in games if not game.is_over]:
-        planned = [_plan(game.job, game.next_round) for game in under_way]
-        asked = [(p.tasks, game.state) for p, game in zip(planned, under_way, strict=True)]
-        answers = executor.train_together(asked)
-        for game, p, sent in zip(under_way, planned, answers, strict=True):
-            outcome = _finish(game.job, executor, game.workshop, game.state, p, sent)
-            game.settle(outcome, watching[id(game)])
-            if game.is_over:  # at once: a run that has fewer rounds left need not wait for others
-                game.end(watching[id(game)])
+def play_round(runs: Sequence[RunInProgress], executor: Executor) -> None:
+    """One round of each run: plan, collect, judge, merge, evaluate, record.
+
+    Several runs that share a network can be collected at once.
+    """
+    begin = time.perf_counter()
+    asked = [ask_devices(run.job, run.next_round) for run in runs]
+    plans = [_plan(run, of_run) for run, of_run in zip(runs, asked, strict=True)]
+    collected = executor.collect([(p, run.state) for p, run in zip(plans, runs, strict=True)])
+    for run, of_run, plan, answers in zip(runs, asked, plans, collected, strict=True):
+        job, ledger = run.job, _Ledger(run.job, of_run)
+        accumulator = job.strategy.merge.begin(run.state, plan.round_index)
+        for answer in answers:
+            contribution = ledger.judge(answer, run.state)
+            if contribution is not None:
+                accumulator.add(contribution)
+        merged = accumulator.finish()
+        trained = time.perf_counter()
+        merged, tested = _evaluate(job, executor, merged, plan, ledger.merged)
+        record = ledger.record(plan, tested)
+        end = time.perf_counter()
+        timing = {
+            "round": record.round,
+            "train_s": round(trained - begin, 4),
+            "evaluate_s": round(end - trained, 4),
+        }
+        run.settle(merged, record, timing)
+        begin = end
 
 
-class _Game:
+def ask_devices(job: Job, round_index: int) -> list[AskedDevice]:
+    """Who is asked this round, and what comes of it before anything is trained, by device.
+
+    An update that comes late or gets lost is never looked at, so it is not computed either.
+    """
+    federation, strategy = job.federation, job.strategy
+    if federation is None:
+        return []
+    plans = (
+        (device, strategy.plan(federation.situation(device, round_index)))
+        for device in federation.in_random_order(round_index)
+    )
+    if strategy.only_able:
+        plans = ((device, plan) for device, plan in plans if plan is not None)
+    asked = []
+    for device, plan in sorted(islice(plans, federation.per_round), key=lambda pair: pair[0]):
+        if plan is None:
+            asked.append(AskedDevice(device, None, "infeasible", 0.0))
+            continue
+        fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
+        asked.append(AskedDevice(device, plan, fate, duration))
+    return asked
+
+
+def _plan(run: RunInProgress, asked: Sequence[AskedDevice]) -> RoundPlan:
+    job, round_index = run.job, run.next_round
+    tasks = [
+        task_of(job, run.state, one.device, round_index, one.plan)
+        for one in asked
+        if one.fate == "merged"
+    ]
+    return RoundPlan(round_index, job.training.lr_at(round_index), tasks)
+
+
+def task_of(
+    job: Job, state: ServerState, device: int, round_index: int, plan: Plan | None = None
+) -> Task:
+    """A device's part of a round, planned if it is not yet."""
+    assert job.federation is not None
+    plan = plan or job.strategy.plan(job.federation.situation(device, round_index))
+    assert plan is not None, "only devices that have a plan are asked"
+    indices, memory = job.federation.partition[device], state.devices.get(device, {})
+    lr = job.training.lr_at(round_index)
+    return Task(job.seed, round_index, device, indices, plan.work, lr, memory)
+
+
+class _Ledger:
+    """What became of each device that was asked, and what its answer was worth."""
+
+    def __init__(self, job: Job, asked: Sequence[AskedDevice]) -> None:
+        self._job, self._asked = job, asked
+        federation = job.federation
+        self._devices = {
+            one.device: DeviceRecord(
+                one.device,
+                federation.group_name(one.device) if federation is not None else "",
+                str(one.plan.work) if one.plan else None,
+                one.fate,
+            )
+            for one in asked
+        }
+        self._losses: list[float] = []
+        self._reasons: list[tuple[int, str]] = []
+        self._bytes_up = 0
+        self._bytes_broadcast: int | None = None
+
+    def judge(self, answer: Answer, state: ServerState) -> Contribution | None:
+        """What an answer contributes; None where it is missing or refused."""
+        known = self._devices.get(answer.device, DeviceRecord(answer.device, "", None, "merged"))
+        if answer.broadcast_bytes is not None:
+            self._bytes_broadcast = (self._bytes_broadcast or 0) + answer.broadcast_bytes
+        verdict, fate, reason = None, answer.fate, answer.reason
+        if answer.sent is not None:
+            try:
+                verdict = self._job.judge(answer, state)
+            except RejectedUpdate as error:
+                fate = "rejected"
+                reason = f"{error.reason}: {error}" if str(error) else ""
+        if verdict is not None:
+            self._losses.append(verdict.contribution.loss)
+            self._bytes_up += verdict.contribution.nbytes
+            known = known._replace(work=verdict.work or known.work)
+        elif answer.sent is not None:
+            self._bytes_up += answer.size_bytes
+        if reason:
+            self._reasons.append((answer.device, reason))
+        self._devices[answer.device] = known._replace(fate=fate)
+        return None if verdict is None else verdict.contribution
+
+    @property
+    def merged(self) -> set[int]:
+        """The devices whose contributions count."""
+        return {one.device for one in self._devices.values() if one.fate == "merged"}
+
+    def record(self, plan: RoundPlan, tested: _Tested) -> RoundRecord:
+        """The round, as it is written down."""
+        loss = round(float(np.mean(self._losses)), 6) if self._losses else None
+        return RoundRecord(
+            round=plan.round_index + 1,
+            lr=plan.lr,
+            simulated_s=round(_duration(self._asked) * self._job.deadline_s, 6),
+            bytes_up=self._bytes_up,
+            loss=loss,
+            devices=list(self._devices.values()),
+            scores=tested.scores,
+            other_scores=tested.others,
+            bytes_broadcast=self._bytes_broadcast,
+            reasons=None if self._job.federation is not None else self._reasons,
+        )
+
+
+def _duration(asked: Sequence[AskedDevice]) -> float:
+    """How long the server waits, in parts of the deadline: until the last update it expects."""
+    if any(one.fate in ("late", "lost") for one in asked):
+        return 1.0
+    return max((one.time for one in asked), default=0.0)
+
+
+# --- evaluation ----------------------------------------------------------------------------------
+
+
+class _Tested(NamedTuple):
+    scores: dict[str, Any]
+    others: dict[str, dict[str, Any]]
+
+
+def _evaluate(
+    job: Job, executor: Executor, state: ServerState, plan: RoundPlan, merged: set[int]
+) -> tuple[ServerState, _Tested]:
+    """Test the model where it is time to, with the norm statistics that this takes."""
+    is_last, settings = plan.round_index + 1 == job.rounds, job.evaluation
+    tested = _Tested({}, {})
+    if (plan.round_index + 1) % settings.every == 0 or is_last:
+        if is_last or settings.statistics == "running":
+            state = _with_statistics(job, executor, state, plan, merged)
+        tested.scores.update(evaluate(job, executor, state))
+    if is_last and job.workshop.has_norm_statistics and job.federation is not None:
+        # Which statistics a published number was made with is rarely said: the end has both.
+        other = next(kind for kind in STATISTICS if kind != settings.statistics)
+        tested.others[other] = evaluate(job, executor, state, other)
+    return state, tested
+
+
+def _with_statistics(
+    job: Job, executor: Executor, state: ServerState, plan: RoundPlan, merged: set[int]
+) -> ServerState:
+    """The state with norm statistics where the strategy's devices do not send them."""
+    tasks = [replace(t, work=StatisticsWork()) for t in plan.tasks if t.device in merged]
+    if job.strategy.tracks_statistics or not tasks:
+        return state
+    measuring = replace(plan, tasks=tasks, purpose="statistics")
+    (answers,) = executor.collect([(measuring, state)])
+    sent = (answer.sent for answer in answers)
+    return Mean("senders")(state, (one for one in sent if isinstance(one, Contribution)))
+
+
+def evaluate(
+    job: Job, executor: Executor, state: ServerState, statistics: str = ""
+) -> dict[str, Any]:
+    """Test the server's model, with other norm statistics than the job's where they are named."""
+    settings = job.evaluation
+    # Shuffled once and for all: where statistics are those of the batch, a batch must be mixed.
+    order = stream(0, "evaluation").permutation(len(job.workshop.materials.test))
+    parts: list[Ints] = [order[part] for part in chunks(len(order), settings.batch)]
+    sums = executor.test(state, parts, statistics or settings.statistics)
+    return scores(job.workshop.tally, sums, job.populations)
+
+
+# --- all rounds ----------------------------------------------------------------------------------
+
+
+class RunInProgress:
     """A run under way: the server's state, and the folder that keeps it."""
 
-    def __init__(self, job: Job, folder: RunFolder) -> None:
+    def __init__(self, job: Job, folder: RunFolder, watchers: Sequence[Watcher] = ()) -> None:
         _refuse_if_nobody_can_train(job)
-        self.job, self.folder = job, folder
-        self.next_round, self.state = folder.rewind() or (0, job.initial)
-        self.workshop = Workshop(job.materials)  # knows where narrower networks lie in the full one
+        self.job, self.folder, self._watchers = job, folder, watchers
+        found = folder.rewind()
+        self.next_round = found[0] if found else 0
+        self.state = job.workshop.server_state(found[1]) if found else job.initial
+        check_state(job.workshop.chain(), _known_tensors(job, self.state), None)
 
     @property
     def is_over(self) -> bool:
@@ -156,194 +321,76 @@ class _Game:
         path = self.folder.path / PLAN
         if path.exists():
             plan = KernelPlan.load(path)
-        executor.prepare(self.job.materials, plan)
+        executor.prepare(self.job.workshop, plan)
         if not path.exists():
-            if self.job.strategy.integers and self.job.materials.backend == "auto":
+            if self.job.strategy.integers and self.job.workshop.materials.backend == "auto":
                 plan = executor.resolve_plan(self.state)
             plan.save(path)
 
-    def obey(self, other: _Game) -> None:
+    def obey(self, other: RunInProgress) -> None:
         """Use the kernels that another run uses, which is played together with this one."""
         if not (self.folder.path / PLAN).exists():
             KernelPlan.load(other.folder.path / PLAN).save(self.folder.path / PLAN)
 
-    def settle(self, outcome: Outcome, watchers: Sequence[Watcher]) -> None:
+    def settle(self, state: ServerState, record: RoundRecord, timing: Record) -> None:
         """Write a round down."""
-        self.state, record, timing = outcome
-        self.folder.append(record, timing)
+        self.state = state
+        written = record.to_json()
+        self.folder.append(written, timing)
         self.next_round += 1
         if self.next_round % self.job.checkpoint_every == 0 and not self.is_over:
-            self.folder.save_checkpoint(self.next_round, self.state)
-        for watcher in watchers:
-            watcher.on_round(record)
-
-    def end(self, watchers: Sequence[Watcher]) -> State:
-        """Keep the model."""
-        self.folder.save_model(self.state, self.job.rounds)
-        for watcher in watchers:
-            watcher.on_end()
-        return self.state
+            self.folder.save_checkpoint(self.next_round, self.state.flat())
+        for watcher in self._watchers:
+            watcher.on_round(written)
+        if self.is_over:  # at once: one that has fewer rounds left need not wait for others
+            self.folder.save_model(self.state.tensors, self.job.rounds)
+            for watcher in self._watchers:
+                watcher.on_end()
 
 
-Outcome = tuple[State, Record, Record]
-"""The new state, what is to be known of the round, and how long its parts took."""
-
-
-class _Planned(NamedTuple):
-    """A round before anything is trained."""
-
-    round_index: int
-    begin: float
-    asked: list[_Asked]
-    tasks: list[Task]
-
-
-def play_round(
-    job: Job, executor: Executor, workshop: Workshop, state: State, round_index: int
-) -> Outcome:
-    """One round."""
-    planned = _plan(job, round_index)
-    sent = executor.train(planned.tasks, state)
-    return _finish(job, executor, workshop, state, planned, sent)
-
-
-def _plan(job: Job, round_index: int) -> _Planned:
-    begin = time.perf_counter()
-    asked = _ask(job, round_index)
-    training = [one for one in asked if one.fate == "merged"]
-    tasks = [_task(job, one.device, one.plan, round_index) for one in training]
-    return _Planned(round_index, begin, asked, tasks)
-
-
-def _finish(
-    job: Job,
+def run(
+    jobs: Sequence[tuple[Job, RunFolder]],
     executor: Executor,
-    workshop: Workshop,
-    state: State,
-    planned: _Planned,
-    answers: Iterable[Contribution],
-) -> Outcome:
-    """Merge what was sent, and evaluate."""
-    round_index, begin, asked, tasks = planned
-    fates = {one.device: one.fate for one in asked}
-    losses: list[float] = []
-    bytes_up = 0
+    plan: KernelPlan,
+    watchers: Sequence[Watcher] = (),
+) -> None:
+    """Play all rounds that the folders do not have yet; watchers are told of the first run.
 
-    def accepted() -> Iterator[Contribution]:
-        nonlocal bytes_up
-        for task, sent in zip(tasks, answers, strict=True):
-            bytes_up += sent.nbytes
-            if not sent.is_finite:
-                fates[task.device] = "rejected"
-                continue
-            losses.append(sent.loss)
-            yield sent
-
-    merge = executor.merger(job.strategy.merge)
-    merged = merge(state, accepted(), workshop.places)
-    trained = time.perf_counter()
-    record: Record = {
-        "round": round_index + 1,
-        "lr": job.schedule.at(round_index),
-        "simulated_s": round(_duration(asked) * job.deadline_s, 6),
-        "bytes_up": bytes_up,
-        "loss": round(float(np.mean(losses)), 6) if losses else None,
-        **{status: sum(fate == status for fate in fates.values()) for status in STATUSES},
-        "devices": [
-            [
-                one.device,
-                job.federation.group_name(one.device),
-                str(one.plan.work) if one.plan else None,
-                fates[one.device],
-            ]
-            for one in asked
-        ],
-    }
-    is_last = round_index + 1 == job.rounds
-    if (round_index + 1) % job.evaluation.every == 0 or is_last:
-        used = [task for task in tasks if fates[task.device] == "merged"]
-        if is_last or job.evaluation.statistics == "running":
-            merged = _with_statistics(job, executor, workshop, merged, used)
-        record |= evaluate(job, executor, merged)
-    if is_last and workshop.has_norm_statistics:
-        # Which statistics a published number was made with is rarely said: the end has both.
-        other = next(kind for kind in STATISTICS if kind != job.evaluation.statistics)
-        record[f"{other}_statistics"] = evaluate(job, executor, merged, other)
-    end = time.perf_counter()
-    timing = {
-        "round": round_index + 1,
-        "train_s": round(trained - begin, 4),
-        "evaluate_s": round(end - trained, 4),
-    }
-    return merged, record, timing
-
-
-def evaluate(job: Job, executor: Executor, state: State, statistics: str = "") -> Record:
-    """Test the server's model, with other norm statistics than the job's where they are named."""
-    settings = job.evaluation
-    # Shuffled once and for all: where statistics are those of the batch, a batch must be mixed.
-    order = stream(0, "evaluation").permutation(len(job.materials.test))
-    parts: list[Ints] = [order[part] for part in chunks(len(order), settings.batch)]
-    confusion = executor.confusion(state, parts, statistics or settings.statistics)
-    return metrics(
-        confusion,
-        list(settings.group_names),
-        settings.group_densities,
-        settings.device_densities,
-    )
-
-
-def _with_statistics(
-    job: Job, executor: Executor, workshop: Workshop, state: State, tasks: Sequence[Task]
-) -> State:
-    """The state with norm statistics where the strategy's devices do not send them."""
-    if job.strategy.tracks_statistics or not tasks:
-        return state
-    return merge_nested(state, executor.statistics(tasks, state), workshop.places)
-
-
-def _ask(job: Job, round_index: int) -> list[_Asked]:
-    """Who is asked this round, and what comes of it before anything is trained, by device.
-
-    An update that comes late or gets lost is never looked at, so it is not computed either.
+    Several jobs share a network and a recipe, and are played at once.
     """
-    federation, strategy = job.federation, job.strategy
-    plans = (
-        (device, strategy.plan(federation.situation(device, round_index)))
-        for device in federation.in_random_order(round_index)
-    )
-    if strategy.only_able:
-        plans = ((device, plan) for device, plan in plans if plan is not None)
-    asked = []
-    for device, plan in sorted(islice(plans, federation.per_round), key=lambda pair: pair[0]):
-        if plan is None:
-            asked.append(_Asked(device, None, "infeasible", 0.0))
-            continue
-        fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
-        asked.append(_Asked(device, plan, fate, duration))
-    return asked
+    todo = [(job, folder) for job, folder in jobs if not folder.is_complete]
+    runs = [
+        RunInProgress(job, folder, watchers if i == 0 else ())
+        for i, (job, folder) in enumerate(todo)
+    ]
+    if not runs:
+        return
+    runs[0].prepare(executor, plan)
+    for other in runs[1:]:
+        other.obey(runs[0])
+    for one in runs:
+        one.state = executor.placed(one.state)
+    while under_way := [one for one in runs if not one.is_over]:
+        play_round(under_way, executor)
 
 
-def _task(job: Job, device: int, plan: Plan | None, round_index: int) -> Task:
-    assert plan is not None
-    indices = job.federation.partition[device]
-    lr = job.schedule.at(round_index)
-    return Task(job.seed, round_index, device, indices, plan.work, lr)
-
-
-def _duration(asked: Sequence[_Asked]) -> float:
-    """How long the server waits, in parts of the deadline: until the last update it expects."""
-    if any(one.fate in ("late", "lost") for one in asked):
-        return 1.0
-    return max((one.time for one in asked), default=0.0)
+def _known_tensors(job: Job, state: ServerState) -> dict[str, Any]:
+    """The state without statistics of narrower networks, which a chain does not know."""
+    own = set(job.workshop.chain().state_dict())
+    return {k: t for k, t in state.tensors.items() if k in own or k.startswith("scales.")}
 
 
 def _refuse_if_nobody_can_train(job: Job) -> None:
     federation = job.federation
+    if federation is None:
+        return
     for device in islice(federation.in_random_order(0), _ASKED_AT_MOST):
         if job.strategy.plan(federation.situation(device, 0)) is not None:
             return
-    budget = federation.situation(next(federation.in_random_order(0)), 0).budget
+    first = next(federation.in_random_order(0), None)
+    if first is None:  # nobody can be asked yet: what they have is not known
+        return
+    budget = federation.situation(first, 0).budget
     raise NoFeasibleSpan(
         f"no device can train anything: of {min(len(federation.devices), _ASKED_AT_MOST)} asked, "
         f"none has a configuration that fits, and one of them has {budget}. Raise the budgets of "

@@ -22,7 +22,7 @@ from cocofl.allocator import keep_freed_memory
 from cocofl.engine import wire
 from cocofl.errors import CocoflError
 from cocofl.fl.local import Materials, Workshop
-from cocofl.fl.merge import State
+from cocofl.fl.state import ServerState
 from cocofl.freeze import KernelPlan
 
 
@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._workshop: Workshop | None = None
-        self._state: State = {}
+        self._state = ServerState({})
 
     def path(self, path: list[str]) -> None:
         """Find modules where the parent finds them: the user's own functions live there."""
@@ -47,7 +47,7 @@ class Worker:
 
     def state(self, packed: wire.Packed) -> None:
         """Keep the server's state for the requests that follow."""
-        self._state = wire.unpack(packed)
+        self._state = ServerState.from_flat(wire.unpack(packed))
 
     def resolve_plan(self) -> dict[str, str]:
         """Choose kernels under the conditions that devices train in."""
@@ -55,20 +55,16 @@ class Worker:
         self._workshop.resolve_plan(self._state)
         return self._workshop.plan.choices
 
-    def train(self, task: Any) -> Any:
+    def train(self, memory: Any, task: Any) -> Any:
         """Train a device."""
         assert self._workshop is not None
+        task = wire.unpack_task((memory, task))
         return wire.pack_contribution(self._workshop.train(task, self._state))
 
-    def statistics(self, task: Any) -> Any:
-        """Measure norm statistics on a device's data."""
-        assert self._workshop is not None
-        return wire.pack_contribution(self._workshop.statistics(task, self._state))
-
-    def confusion(self, chunks: Any, statistics: str) -> Any:
+    def test(self, chunks: Any, statistics: str) -> Any:
         """Test the server's model on some of the test data."""
         assert self._workshop is not None
-        return self._workshop.confusion(self._state, chunks, statistics)
+        return self._workshop.test(self._state, chunks, statistics)
 
 
 def serve(requests: Connection, replies: Connection) -> None:

@@ -12,22 +12,22 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cocofl import errors
 from cocofl.engine import wire
+from cocofl.engine.executor import Answer, Asked, added, answers
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Materials, Task
-from cocofl.fl.merge import Contribution, State
-from cocofl.fl.strategies import Merge
+from cocofl.fl.local import Task, Workshop
+from cocofl.fl.metrics import Sums
+from cocofl.fl.state import ServerState
 from cocofl.freeze import KernelPlan
 
 # One thread per worker; and oneDNN keeps compiled kernels for as many shapes as a run may have.
@@ -134,41 +134,42 @@ class Workers:
         self._channels = [_Channel() for _ in range(count or default_workers())]
         self._all("path", sys.path)
 
-    def prepare(self, materials: Materials, plan: KernelPlan) -> None:
-        """Each worker makes a workshop."""
-        self._all("prepare", materials, plan.choices)
-        self._materials = materials
+    def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
+        """Each worker makes a workshop of its own."""
+        self._materials = workshop.materials
+        self._obey(plan)
 
-    def resolve_plan(self, state: State) -> KernelPlan:
+    def _obey(self, plan: KernelPlan) -> None:
+        self._all("prepare", self._materials, plan.choices)
+
+    def resolve_plan(self, state: ServerState) -> KernelPlan:
         """One worker measures while the others wait; then all obey."""
         self._share(state)
         self._channels[0].ask("resolve_plan")
         plan = KernelPlan(self._channels[0].answer(), fixed=True)
-        self.prepare(self._materials, plan)
+        self._obey(plan)
         return plan
 
-    def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """Whoever is free takes the next device."""
-        self._share(state)
-        return map(wire.unpack_contribution, self._scatter("train", [(task,) for task in tasks]))
+    def placed(self, state: ServerState) -> ServerState:
+        """Where it is."""
+        return state
 
-    def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """Whoever is free takes the next device."""
-        self._share(state)
-        requests = [(task,) for task in tasks]
-        return map(wire.unpack_contribution, self._scatter("statistics", requests))
+    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
+        """Whoever is free takes the next device; one run follows another."""
+        return [self._trained(plan.tasks, state) for plan, state in asked]
 
-    def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
-        """Each worker tests on its part; counts are whole numbers, so their order is no matter."""
+    def _trained(self, tasks: Sequence[Task], state: ServerState) -> Iterator[Answer]:
         self._share(state)
-        parts = [list(chunks[i :: len(self._channels)]) for i in range(len(self._channels))]
-        requests = [(part, statistics) for part in parts if part]
-        total: NDArray[np.int64] = sum(self._scatter("confusion", requests))
-        return total
+        sent = self._scatter("train", [wire.pack_task(task) for task in tasks])
+        yield from answers(tasks, map(wire.unpack_contribution, sent))
 
-    def merger(self, merge: Merge) -> Merge:
-        """The strategy's own."""
-        return merge
+    def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
+        """Each worker tests on its part."""
+        self._share(state)
+        count = len(self._channels)
+        requests = [(list(chunks[i::count]), statistics) for i in range(min(count, len(chunks)))]
+        parts = list(self._scatter("test", requests))
+        return added(parts[i % count][i // count] for i in range(len(chunks)))
 
     def close(self) -> None:
         """End all workers."""
@@ -176,8 +177,8 @@ class Workers:
             channel.close()
         torch.set_num_threads(self._threads)
 
-    def _share(self, state: State) -> None:
-        packed = wire.pack(state)
+    def _share(self, state: ServerState) -> None:
+        packed = wire.pack(replace(state, devices={}).flat())
         self._each(lambda channel: channel.ask("state", packed))  # tasks follow at once
 
     def _all(self, name: str, *arguments: Any) -> None:

@@ -2,8 +2,9 @@
 
 A group says for each resource a fraction of what full training needs (``0.33``), an amount
 (``"30s"``, ``"200MB"``), a uniform draw per device and round (``{"uniform": [0.5, 1.0]}``), or,
-for all three, a trace: a CSV file with the columns device, round, time, memory, upload. What a
-group does not say is unlimited.
+for all three, a trace: a CSV file with the columns device, round, time, memory, upload and, if
+devices come and go, available; or one's own ``package.module:function``. What a group does not say
+is unlimited.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import csv
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from numpy.typing import NDArray
 from cocofl.budget import Budget
 from cocofl.data.partition import equal_groups
 from cocofl.errors import InvalidBudget, InvalidDevices
+from cocofl.named import import_function
 from cocofl.rng import stream
 
 RESOURCES = ("time", "memory", "upload")
 _COLUMNS = ["device", "round", *RESOURCES]
+_AVAILABLE = "available"
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,30 @@ class Uniform:
 
 
 Limit = float | str | Uniform | None
-Trace = Mapping[int, tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]]
-"""By device the rounds from which limits hold, ascending, and these limits as written."""
+Trace = Callable[[int, int], Budget | None]
+"""From a device and a round, both counted from 0, to what it has; None: it cannot be asked.
+
+How many samples a time in seconds is for need not be right: the device's own number replaces it.
+"""
+
+
+class RecordedTrace:
+    """A trace from a file: what a row says holds until the device's next one."""
+
+    def __init__(self, rows: Mapping[int, Mapping[int, Budget | None]]) -> None:
+        self._rows = {device: sorted(found.items(), key=_round) for device, found in rows.items()}
+
+    def __call__(self, device: int, round_index: int) -> Budget | None:
+        """What a device has in a round; None where it cannot be asked."""
+        rows = self._rows[device]
+        return rows[bisect_right(rows, round_index, key=_round) - 1][1]
+
+    def __contains__(self, device: int) -> bool:
+        return device in self._rows
+
+
+def _round(row: tuple[int, Budget | None]) -> int:
+    return row[0]
 
 
 @dataclass(frozen=True)
@@ -91,9 +116,9 @@ class Devices:
         """
         group = self.groups[self.group_of[device]]
         if group.trace is not None:
-            rounds, limits = group.trace[device]
-            row = limits[bisect_right(rounds, round_index) - 1]
-            return Budget.parse(**dict(zip(RESOURCES, row, strict=True)), samples=samples)
+            found = _traced(group, device, round_index)
+            assert found is not None, f"device {device} cannot be asked in round {round_index}"
+            return replace(found, samples=samples)
         rng = stream(self.seed, "budget", round_index, device)
         drawn: dict[str, Any] = {}
         for name in RESOURCES:
@@ -102,6 +127,22 @@ class Devices:
                 limit = float(rng.uniform(limit.low, limit.high))
             drawn[name] = limit
         return Budget.parse(**drawn, samples=samples)
+
+    def is_available(self, device: int, round_index: int) -> bool:
+        """Whether a device can be asked in a round at all; only a trace can say no."""
+        group = self.groups[self.group_of[device]]
+        return group.trace is None or _traced(group, device, round_index) is not None
+
+
+def _traced(group: Group, device: int, round_index: int) -> Budget | None:
+    assert group.trace is not None
+    found = group.trace(device, round_index)
+    if found is not None and not isinstance(found, Budget):
+        raise InvalidDevices(
+            f"the trace of group {group.name!r} gave {found!r} for device {device} in round "
+            f"{round_index}; expected a Budget, or None for a device that cannot be asked"
+        )
+    return found
 
 
 PAPER_GROUPS = (
@@ -140,8 +181,8 @@ def make_devices(n_devices: int, groups: Sequence[Group], seed: int) -> Devices:
         group_of = np.repeat(np.arange(len(groups)), sizes)
         group_of = stream(seed, "devices.groups").permutation(group_of)
     for index, group in enumerate(groups):
-        if group.trace is not None:
-            _check_trace(group, np.flatnonzero(group_of == index).tolist())
+        if isinstance(group.trace, RecordedTrace):
+            _check_trace(group.trace, group.name, np.flatnonzero(group_of == index).tolist())
     return Devices(tuple(groups), group_of, seed)
 
 
@@ -166,39 +207,48 @@ def groups_from(tables: Sequence[Mapping[str, Any]], folder: Path | None = None)
         if not isinstance(share, int | float):
             raise InvalidDevices(f"group {name!r}: share is {share!r}; expected a number")
         limits = {key: _limit(table[key], name, key) for key in RESOURCES if key in table}
-        read = None if trace is None else read_trace((folder or Path()) / str(trace))
+        read = None if trace is None else trace_named(str(trace), folder or Path())
         groups.append(Group(name, float(share), trace=read, **limits))
     return groups
 
 
-def read_trace(path: Path) -> Trace:
+def trace_named(name: str, folder: Path) -> Trace:
+    """The trace in a file, or the user's own as ``package.module:function``."""
+    if ":" in name and not (folder / name).exists():
+        return import_function(name, InvalidDevices)
+    return read_trace(folder / name)
+
+
+def read_trace(path: Path) -> RecordedTrace:
     """Read device, round, time, memory, upload; a row holds until the device's next one.
 
-    An empty cell is unlimited. Every device needs a row for round 0.
+    An empty cell is unlimited. Every device needs a row for round 0. With a column ``available``
+    a device whose row has 0 there cannot be asked.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            if reader.fieldnames != _COLUMNS:
+            if reader.fieldnames not in (_COLUMNS, [*_COLUMNS, _AVAILABLE]):
                 raise InvalidDevices(
-                    f"{path}: columns are {reader.fieldnames}; expected {','.join(_COLUMNS)}"
+                    f"{path}: columns are {reader.fieldnames}; expected {','.join(_COLUMNS)}, and "
+                    f"{_AVAILABLE} if devices come and go"
                 )
             lines = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidDevices(f"cannot read the trace {path}: {error}") from error
-    rows: dict[int, dict[int, tuple[str, ...]]] = {}
+    rows: dict[int, dict[int, Budget | None]] = {}
     for number, line in enumerate(lines, start=2):
         try:
             device, round_index = int(line["device"]), int(line["round"])
-            limits = tuple((line[name] or "").strip() for name in RESOURCES)
-            Budget.parse(**dict(zip(RESOURCES, limits, strict=True)), samples=1)
+            limits = {name: (line[name] or "").strip() for name in RESOURCES}
+            budget = Budget.parse(**limits, samples=1) if _can_be_asked(line) else None
         except (TypeError, ValueError, InvalidBudget) as error:
             raise InvalidDevices(f"{path}, line {number}: {error}") from error
         if round_index in rows.setdefault(device, {}):
             raise InvalidDevices(
                 f"{path}, line {number}: device {device} has two rows for round {round_index}"
             )
-        rows[device][round_index] = limits
+        rows[device][round_index] = budget
     if not rows:
         raise InvalidDevices(f"{path} has no rows")
     for device, found in rows.items():
@@ -207,10 +257,15 @@ def read_trace(path: Path) -> Trace:
                 f"{path}: device {device} has no row for round 0 (its first is for round "
                 f"{min(found)}), so nobody knows what it begins with"
             )
-    return {
-        device: (tuple(sorted(found)), tuple(found[r] for r in sorted(found)))
-        for device, found in rows.items()
-    }
+    return RecordedTrace(rows)
+
+
+def _can_be_asked(line: Mapping[str, str | None]) -> bool:
+    """What the column says, if there is one; an empty cell is a yes."""
+    text = (line.get(_AVAILABLE) or "1").strip()
+    if text not in ("0", "1"):
+        raise ValueError(f"{_AVAILABLE} is {text!r}; expected 1, or 0 if it cannot be asked")
+    return text == "1"
 
 
 def _limit(value: Any, group: str, resource: str) -> Limit:
@@ -231,13 +286,12 @@ def _limit(value: Any, group: str, resource: str) -> Limit:
     return value
 
 
-def _check_trace(group: Group, devices: Sequence[int]) -> None:
-    assert group.trace is not None
-    missing = [device for device in devices if device not in group.trace]
+def _check_trace(trace: RecordedTrace, group: str, devices: Sequence[int]) -> None:
+    missing = [device for device in devices if device not in trace]
     if missing:
         shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
         raise InvalidDevices(
-            f"the trace of group {group.name!r} lacks device {shown}: it must have every device "
+            f"the trace of group {group!r} lacks device {shown}: it must have every device "
             f"of the group ({len(devices)} here), counted from 0"
         )
 

@@ -6,15 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cocofl.checks import check_number
 from cocofl.rng import stream
 
 
 @dataclass(frozen=True)
 class Faults:
-    """``jitter`` spreads durations (the σ of a log-normal factor); ``dropout`` loses updates."""
+    """The section ``[faults]`` of an experiment.
+
+    ``jitter`` spreads durations (the σ of a log-normal factor); ``dropout`` loses updates.
+    """
 
     jitter: float = 0.0
     dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("faults.jitter", self.jitter, least=0)
+        check_number("faults.dropout", self.dropout, least=0, most=1)
 
     def fate(self, seed: int, round_index: int, device: int, time: float) -> tuple[str, float]:
         """``merged``, ``late`` or ``lost``, and how long it took in parts of the deadline.

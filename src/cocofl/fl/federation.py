@@ -16,9 +16,8 @@ import numpy as np
 from cocofl.budget import Budget
 from cocofl.data import Partition
 from cocofl.errors import InvalidSetting
-from cocofl.fl.batches import n_batches
 from cocofl.fl.devices import Devices
-from cocofl.fl.recipe import Recipe
+from cocofl.fl.training import Training
 from cocofl.rng import stream
 
 
@@ -39,7 +38,7 @@ class Federation:
 
     devices: Devices
     partition: Partition
-    recipe: Recipe
+    training: Training
     per_round: int
     seed: int
 
@@ -53,27 +52,27 @@ class Federation:
     def mean_steps(self) -> int:
         """The steps of a device with the mean share of data."""
         sizes = self.partition.sizes
-        return max(1, self._steps(round(float(sizes.mean()))))
+        return max(1, self.training.steps(round(float(sizes.mean()))))
 
     def steps(self, device: int) -> int:
         """How many steps a device takes in a round."""
-        return self._steps(len(self.partition[device]))
-
-    def _steps(self, n_samples: int) -> int:
-        recipe = self.recipe
-        return recipe.epochs * n_batches(n_samples, recipe.batch, recipe.last_batch)
+        return self.training.steps(len(self.partition[device]))
 
     def in_random_order(self, round_index: int) -> Iterator[int]:
-        """All devices that have data, in the order in which this round would ask them."""
+        """All who have data and can be asked, in the order in which this round asks them."""
         order = stream(self.seed, "sample", round_index).permutation(len(self.devices))
         sizes = self.partition.sizes
-        return (device for device in order.tolist() if sizes[device] > 0)
+        return (
+            device
+            for device in order.tolist()
+            if sizes[device] > 0 and self.devices.is_available(device, round_index)
+        )
 
     def situation(self, device: int, round_index: int) -> Situation:
         """What a device has in a round."""
         steps = self.steps(device)
         load = steps / self.mean_steps
-        budget = self.devices.budget(device, round_index, samples=steps * self.recipe.batch)
+        budget = self.devices.budget(device, round_index, samples=steps * self.training.batch)
         return Situation(
             device,
             round_index,

@@ -7,14 +7,13 @@ of task and state alone, so it does not matter which process trains which device
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -22,21 +21,25 @@ from cocofl.chain import BlockChain, split
 from cocofl.data import Split
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints, batch_stream, mini_batches, tensors
-from cocofl.fl.merge import Contribution, State
-from cocofl.fl.recipe import Recipe
+from cocofl.fl.codec import codec, transmitted
+from cocofl.fl.metrics import Sums, Tally
+from cocofl.fl.state import Contribution, KeyLayout, Memory, ServerState
+from cocofl.fl.training import Training
 from cocofl.freeze import FrozenNet, KernelPlan, freeze
 from cocofl.models.widths import Place, places
 from cocofl.profiling.subject import Inputs, Subject
 from cocofl.rng import stream
 from cocofl.span import Span
 
-STATISTICS = ("running", "batch")
-
 
 class Work(Protocol):
-    """What a device does in a round. Works are values: they travel to worker processes."""
+    """What a device does in a round. Works are values: they travel to worker processes.
 
-    def train(self, workshop: Workshop, task: Task, state: State) -> Contribution:
+    One that many devices can do as a single computation also says how: see
+    :class:`cocofl.fl.stacked.CohortWork`.
+    """
+
+    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
         """Train on the task's mini-batches, beginning with the server's state."""
 
 
@@ -51,6 +54,8 @@ class Task:
     """The device's samples."""
     work: Work
     lr: float
+    memory: Memory = field(default_factory=dict)
+    """What the device remembers of earlier rounds."""
 
     def rng(self, purpose: str) -> np.random.Generator:
         """Randomness of this device in this round."""
@@ -62,30 +67,35 @@ class Materials:
     """What a workshop is made of; they travel to worker processes as names and paths."""
 
     subject: Subject
-    recipe: Recipe
+    training: Training
     train: Split
     test: Split
     backend: str = "auto"
+    metrics: tuple[str, ...] = ("accuracy", "f1")
+    codec: str = "identity"
 
     def same_as(self, other: Materials) -> bool:
         """Whether a workshop made of these can do what one made of the others can."""
-        return (self.subject, self.recipe, self.backend) == (
-            other.subject,
-            other.recipe,
-            other.backend,
-        ) and (self.train.path, self.test.path) == (other.train.path, other.test.path)
+
+        def told(one: Materials) -> tuple[Any, ...]:
+            paths = one.train.path, one.test.path
+            return one.subject, one.training, one.backend, one.metrics, one.codec, paths
+
+        return told(self) == told(other)
 
 
 class Workshop:
     """Models by width, built and split once; the data; the kernel plan that all workshops obey."""
 
     def __init__(self, materials: Materials, plan: KernelPlan | None = None) -> None:
-        self.materials, self.recipe = materials, materials.recipe
+        self.materials, self.training = materials, materials.training
         self.plan = KernelPlan() if plan is None else plan
-        self.loss = self.recipe.loss_function()
-        self._checked: Mapping[str, Tensor] | None = None
+        self.loss = self.training.loss_function()
+        self.codec = codec(materials.codec)
+        self.tally = Tally(materials.metrics, materials.test.facts.num_classes)
         self._build = cache(self._build_at)
         self.chain = cache(self._chain_at)
+        self.scaled_chain = cache(self._scaled_chain_at)
         self.places = cache(self._places_of)
 
     def model(self, width: float = 1.0) -> nn.Module:
@@ -100,25 +110,55 @@ class Workshop:
         model, inputs = self._build(width)
         return model if isinstance(model, BlockChain) else split(model, inputs)
 
+    def _scaled_chain_at(self, width: float) -> BlockChain:
+        """The network at a width, its narrowed layers divided by the width while they train."""
+        model, inputs = self.materials.subject.build(width)
+        for name in scaled_layers(model, self.model()):
+            model.get_submodule(name).register_forward_hook(partial(_divide, width=width))
+        return split(model, inputs)
+
     def _places_of(self, width: float, within: float = 1.0) -> dict[str, Place]:
         """Where the tensors of the network at ``width`` lie in those of a wider one."""
         return places(self.model(within), self.model(width))
 
-    def train(self, task: Task, state: State) -> Contribution:
+    def server_state(self, tensors: Mapping[str, Tensor]) -> ServerState:
+        """A state of this network, in the memory of the CPU."""
+        return ServerState.from_flat(tensors).placed(self.key_layout)
+
+    @property
+    def key_layout(self) -> KeyLayout:
+        """How the network's tensors lie in the memory of the CPU."""
+        return KeyLayout(self.places, frozenset(parameter_keys(self.model())))
+
+    def train(self, task: Task, state: ServerState) -> Contribution:
         """Carry out a task."""
         # Dropout draws from PyTorch's global generator: make that the device's own.
         torch.manual_seed(int(task.rng("dropout").integers(2**63)))
         try:
-            return task.work.train(self, task, state)
+            sent = replace(task.work.train(self, task, state), device=task.device)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise one_sample_refused(task.device) from error
+        return self.transmitted(sent, task, state)
+
+    def transmitted(self, sent: Contribution, task: Task, state: ServerState) -> Contribution:
+        """A contribution as the server gets it."""
+        if self.codec.is_exact:
+            return sent
+        places = {} if sent.width == 1.0 else self.places(sent.width)
+        start = {
+            key: state.tensors[key][places.get(key, ...)]
+            for key in sent.tensors
+            if key in state.tensors
+        }
+        memory = {name: state.layout.by_key(own) for name, own in task.memory.items()}
+        return transmitted(self.codec, sent, start, task.rng("codec"), memory)
 
     def batches(self, task: Task) -> list[Ints]:
         """The samples of a task's mini-batches, in order."""
-        recipe, rng = self.recipe, batch_stream(task.seed, task.round_index, task.device)
-        return mini_batches(task.indices, recipe.batch, recipe.last_batch, recipe.epochs, rng)
+        training, rng = self.training, batch_stream(task.seed, task.round_index, task.device)
+        return mini_batches(task.indices, training.batch, training.last_batch, training.epochs, rng)
 
     def load(self, task: Task) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels, one mini-batch at a time."""
@@ -128,59 +168,33 @@ class Workshop:
         """The network at a width with nothing frozen; the state may have more than it needs."""
         chain = self.chain(width)
         own = {key: state[key] for key in chain.state_dict() if key in state}
-        checked = self.has_checked(state)
-        return freeze(chain, Span(0, len(chain)), variant="f", state=own, state_is_checked=checked)
+        return freeze(chain, Span(0, len(chain)), variant="f", state=own, state_is_checked=True)
 
-    def has_checked(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether this very state, the server's, was used here before; from now on it was."""
-        seen = self._checked is state
-        self._checked = state
-        return seen
-
-    def resolve_plan(self, state: State) -> None:
+    def resolve_plan(self, state: ServerState) -> None:
         """Choose the kernel of every int8 operation: each block once frozen, once passing."""
         chain = self.chain()
-        n = len(chain)
+        n, tensors = len(chain), state.tensors
         for span in (Span(n - 1, n), Span(0, 1)) if n > 1 else ():
-            freeze(chain, span, backend=self.materials.backend, state=state, plan=self.plan)
+            freeze(chain, span, backend=self.materials.backend, state=tensors, plan=self.plan)
 
-    def confusion(self, state: State, chunks: list[Ints], statistics: str) -> NDArray[np.int64]:
-        """How often each true class (row) was taken for each class (column), on test samples."""
-        net = self.whole_network(state).eval()
+    def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[list[Sums]]:
+        """Of each chunk of the test data the sums of the metrics."""
+        net = self.whole_network(state.tensors).eval()
         if statistics == "batch":
             for norm in norms_of(net):
                 norm.train()
                 norm.momentum = 0.0
-        classes = self.materials.test.facts.num_classes
-        counts = np.zeros((classes, classes), np.int64)
         with torch.inference_mode():
+            found = []
             for indices in chunks:
                 inputs, labels = tensors(self.materials.test, indices)
-                guesses = net(inputs).flatten(0, -2)[:, :classes].argmax(1)
-                np.add.at(counts, (labels.flatten().numpy(), guesses.numpy()), 1)
-        return counts
+                found.append([part.numpy() for part in self.tally.sums(net(inputs), labels)])
+        return found
 
     @property
     def has_norm_statistics(self) -> bool:
         """Whether a norm of the network keeps statistics, so that evaluation has a choice."""
         return any(norm.track_running_stats for norm in norms_of(self.model()))
-
-    def statistics(self, task: Task, state: State) -> Contribution:
-        """The norms' statistics of the whole network on a device's data, nothing trained.
-
-        What HeteroFL's static BatchNorm asks of devices after training: means over mini-batches.
-        """
-        net = self.whole_network(state).eval()
-        for norm in norms_of(net):
-            norm.reset_running_stats()
-            norm.train()
-            norm.momentum = None  # the plain mean over all mini-batches
-        with torch.no_grad():
-            for inputs, _ in self.load(task):
-                net(inputs)
-        learned = parameter_keys(self.model())
-        sent = {key: t for key, t in net.update().tensors.items() if key not in learned}
-        return Contribution(sent, len(task.indices))
 
 
 def one_sample_refused(device: int) -> InvalidSetting:
@@ -208,3 +222,17 @@ def parameter_keys(net: nn.Module) -> dict[str, str]:
     first: dict[nn.Parameter, str] = {}
     named = net.named_parameters(remove_duplicate=False)
     return {key: first.setdefault(parameter, key) for key, parameter in named}
+
+
+def scaled_layers(narrow: nn.Module, full: nn.Module) -> list[str]:
+    """The layers that put out fewer channels than in the full network."""
+    return [
+        name
+        for name, layer in narrow.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
+        and layer.weight.shape[0] < full.get_parameter(f"{name}.weight").shape[0]
+    ]
+
+
+def _divide(layer: nn.Module, _inputs: Any, output: Tensor, *, width: float) -> Tensor | None:
+    return output / width if layer.training else None

@@ -1,135 +1,165 @@
-"""Merging what devices sent: whole tensors (Algorithm 2 of the paper), or slices of them."""
+"""Merging what devices sent: one accumulator, for tensors by key and for rows on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from cocofl.models.widths import Place
+from cocofl.fl.state import Contribution, Part, ServerState, Tensors
 
-State = dict[str, Tensor]
-Places = Callable[[float], Mapping[str, Place]]
-"""By width, where the tensors of a network that narrow lie in those of the full one."""
 
-SCALE_PREFIX = "scales."
+class Accumulator(Protocol):
+    """Takes in the contributions of a round one by one, and keeps none of them."""
+
+    def add(self, contribution: Contribution) -> None:
+        """Take in what a device sent."""
+
+    def finish(self) -> ServerState:
+        """The state after the round."""
+
+
+class Merge(ABC):
+    """How a server makes the next state of the last one and of what devices sent. A value."""
+
+    @abstractmethod
+    def begin(self, state: ServerState, round_index: int) -> Accumulator:
+        """A round begins."""
+
+    def __call__(
+        self, state: ServerState, contributions: Iterable[Contribution], round_index: int = 0
+    ) -> ServerState:
+        """All of a round at once."""
+        accumulator = self.begin(state, round_index)
+        for contribution in contributions:
+            accumulator.add(contribution)
+        return accumulator.finish()
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """What one device sent, and how many samples stand behind it."""
+class Mean(Merge):
+    """The mean of what devices sent, weighted by their samples.
 
-    tensors: Mapping[str, Tensor]
-    samples: int
-    loss: float = 0.0
-    """The mean over its mini-batches."""
-    width: float = 1.0
-    """The tensors are those of the network this wide."""
-    rows: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
-    """Of these tensors only these rows count: of the others the device knows nothing."""
+    ``over="everyone"``: a device that froze a tensor votes for its present value, so with equal
+    samples this is the paper's Algorithm 2. ``over="senders"``: each element is averaged over the
+    devices whose network has it, as HeteroFL and FjORD do. In both what was measured (scales) is
+    averaged over those who measured it, and what nobody sent keeps its value.
 
-    @property
-    def nbytes(self) -> int:
-        """The upload volume."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    Sums are kept in float64, so the result hardly depends on the order of contributions, and for
+    the same order it is the same to the bit.
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether training went well."""
-        return bool(np.isfinite(self.loss)) and all(
-            bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values()
-        )
-
-
-def merge(
-    state: Mapping[str, Tensor],
-    contributions: Iterable[Contribution],
-    _places: Places | None = None,
-) -> State:
-    """Move each tensor by its mean change over all devices, weighted by their samples.
-
-    A device that froze a tensor votes for its present value, so with equal samples this is the
-    paper's Algorithm 2. A scale is not a parameter: it is averaged over those who measured it,
-    and one that nobody measured this round keeps its value.
-
-    Contributions are consumed one at a time, in the order given; sums are kept in float64, so
-    the result hardly depends on that order, and for the same order it is the same to the bit.
-
-    >>> old = {"a": torch.zeros(1), "b": torch.ones(1)}
-    >>> merge(old, [Contribution({"a": torch.ones(1)}, 30), Contribution({}, 10)])
+    >>> old = ServerState({"a": torch.zeros(1), "b": torch.ones(1)})
+    >>> sent = [Contribution({"a": torch.ones(1)}, 30), Contribution({}, 10)]
+    >>> Mean("everyone")(old, sent).tensors
     {'a': tensor([0.7500]), 'b': tensor([1.])}
+    >>> Mean("senders")(old, sent).tensors
+    {'a': tensor([1.]), 'b': tensor([1.])}
     """
-    changes: dict[str, Tensor] = {}
-    measured = _Means()
-    samples = 0
-    for contribution in contributions:
-        samples += contribution.samples
-        for key, tensor in contribution.tensors.items():
-            if key.startswith(SCALE_PREFIX):
-                measured.add(key, tensor, contribution.samples)
-                continue
-            change = (tensor.double() - state[key].double()) * contribution.samples
-            changes[key] = changes[key].add_(change) if key in changes else change
-    merged = dict(state)
-    for key, change in changes.items():
-        merged[key] = (state[key].double() + change / samples).to(state[key].dtype)
-    return merged | measured.all()
+
+    over: Literal["everyone", "senders"] = "everyone"
+
+    def begin(self, state: ServerState, round_index: int) -> Accumulator:
+        """A round begins."""
+        del round_index
+        return _MeanSoFar(state, over_everyone=self.over == "everyone")
 
 
-def merge_nested(
-    state: Mapping[str, Tensor], contributions: Iterable[Contribution], places: Places
-) -> State:
-    """Average each coordinate over the devices whose network has it, weighted by their samples.
+class _MeanSoFar:
+    def __init__(self, state: ServerState, *, over_everyone: bool) -> None:
+        self._state, self._over_everyone = state, over_everyone
+        self._samples = 0
+        self._changes: Tensors = {}
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
 
-    Coordinates that nobody trained keep their value. What a device sends beside the network's
-    tensors (statistics of a width of its own) is averaged over those who sent it.
+    def add(self, contribution: Contribution) -> None:
+        layout = self._state.layout
+        self._samples += contribution.samples
+        for part in layout.parts_of(contribution):
+            if self._over_everyone and not part.measured:
+                self._add_change(part, contribution.samples)
+            else:
+                self._add_value(part, contribution.samples)
+        memory = layout.memory_of(contribution)
+        self._state = self._state.remembering(contribution.device, memory)
 
-    >>> old = {"a": torch.zeros(3)}
-    >>> narrow = lambda width: {"a": (slice(0, round(3 * width)),)}
-    >>> sent = [Contribution({"a": torch.ones(3)}, 1),
-    ...         Contribution({"a": torch.full((1,), 3.0)}, 1, width=1 / 3)]
-    >>> merge_nested(old, sent, narrow)
-    {'a': tensor([2., 1., 1.])}
+    def _add_change(self, part: Part, samples: int) -> None:
+        old = self._state.parts[part.name]
+        place = ... if part.place is None else part.place
+        change = (part.values.double() - old[place].double()) * samples
+        if part.votes is not None:
+            change *= part.votes
+        if part.name in self._changes:
+            self._changes[part.name][place] += change
+        elif part.place is None:
+            self._changes[part.name] = change
+        else:
+            self._changes[part.name] = torch.zeros_like(old, dtype=torch.float64)
+            self._changes[part.name][place] = change
+
+    def _add_value(self, part: Part, samples: int) -> None:
+        if part.name not in self._sums:
+            whole = part.values if part.place is None else self._state.parts[part.name]
+            zeros = torch.zeros_like(whole, dtype=torch.float64)
+            self._sums[part.name] = zeros, torch.zeros_like(zeros)
+        total, weight = self._sums[part.name]
+        place = ... if part.place is None else part.place
+        votes = float(samples) if part.votes is None else part.votes * float(samples)
+        total[place] += part.values.double() * votes
+        weight[place] += votes
+
+    def finish(self) -> ServerState:
+        old, merged = self._state.parts, dict(self._state.parts)
+        for name, change in self._changes.items():
+            merged[name] = (old[name].double() + change / self._samples).to(old[name].dtype)
+        for name, (total, weight) in self._sums.items():
+            mean = total / weight  # NaN where nobody sent anything
+            if name in old:
+                mean = torch.where(weight > 0, mean, old[name].double())
+            merged[name] = mean.to(old[name].dtype if name in old else torch.float32)
+        return replace(self._state, parts=merged)
+
+
+class ServerOptimizer(Merge):
+    """Lets the server take a step of its own towards what devices agreed on.
+
+    A subclass says how one tensor of parameters moves, element by element. What it writes into
+    ``memory`` it finds there again in the next round, also after an interruption.
     """
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
-    beside = _Means()
-    for contribution in contributions:
-        place_of = places(contribution.width)
-        for key, tensor in contribution.tensors.items():
-            if key not in place_of:
-                beside.add(key, tensor, contribution.samples)
-                continue
-            if key not in sums:
-                zeros = torch.zeros(state[key].shape, dtype=torch.float64)
-                sums[key] = zeros, torch.zeros_like(zeros)
-            total, weight = sums[key]
-            votes = torch.full(tensor.shape, float(contribution.samples), dtype=torch.float64)
-            if key in contribution.rows:
-                silent = np.setdiff1d(np.arange(len(votes)), contribution.rows[key])
-                votes[torch.from_numpy(silent)] = 0.0
-            place = place_of[key]
-            total[place] += tensor.double() * votes
-            weight[place] += votes
-    merged = dict(state)
-    for key, (total, weight) in sums.items():
-        mean = torch.where(weight > 0, total / weight.clamp(min=1e-300), state[key].double())
-        merged[key] = mean.to(state[key].dtype)
-    return merged | beside.all()
+
+    remembers: ClassVar[tuple[str, ...]] = ()
+    """The names of its memories; each begins with zeros."""
+    merge: ClassVar[Merge] = Mean()
+    """What devices agreed on."""
+
+    @abstractmethod
+    def move(self, old: Tensor, agreed: Tensor, memory: Tensors, round_index: int) -> Tensor:
+        """The next value of parameters that were ``old``."""
+
+    def begin(self, state: ServerState, round_index: int) -> Accumulator:
+        """A round begins."""
+        return _ThenMove(self, state, round_index)
 
 
-class _Means:
-    """Means over those who sent a tensor at all, weighted by samples."""
+class _ThenMove:
+    def __init__(self, optimizer: ServerOptimizer, state: ServerState, round_index: int) -> None:
+        self._optimizer, self._old, self._round_index = optimizer, state, round_index
+        self._inner = optimizer.merge.begin(state, round_index)
+        self.add = self._inner.add
 
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[Tensor, int]] = {}
-
-    def add(self, key: str, tensor: Tensor, samples: int) -> None:
-        total, weight = self._sums.get(key, (torch.zeros_like(tensor, dtype=torch.float64), 0))
-        self._sums[key] = total + tensor.double() * samples, weight + samples
-
-    def all(self) -> State:
-        return {key: (total / weight).float() for key, (total, weight) in self._sums.items()}
+    def finish(self) -> ServerState:
+        merged, optimizer = self._inner.finish(), self._optimizer
+        parts, kept = dict(merged.parts), {name: Tensors() for name in optimizer.remembers}
+        for part in merged.learned:
+            old = self._old.parts[part]
+            memory = {
+                name: self._old.memory.get(name, {}).get(part, torch.zeros_like(old))
+                for name in optimizer.remembers
+            }
+            parts[part] = optimizer.move(old, merged.parts[part], memory, self._round_index)
+            for name in optimizer.remembers:
+                kept[name][part] = memory[name]
+        return replace(merged, parts=parts, memory={**merged.memory, **kept})

@@ -1,43 +1,61 @@
-"""Training a span of blocks: what CoCoFL's devices do, and, with all blocks, FedAvg's."""
+"""Training some blocks: what CoCoFL's devices do, and, with all blocks, FedAvg's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from cocofl.fl.local import Task, Workshop
-from cocofl.fl.merge import Contribution, State
+from cocofl.fl.stacked import StackedNetworks, StackedWork
+from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.freeze import FrozenNet, freeze
-from cocofl.span import Span
+from cocofl.local_rule import LocalRule, LocalStep
+from cocofl.span import Blocks
+from cocofl.vector import DeviceWork
 
 
 @dataclass(frozen=True)
 class SpanWork:
-    """Train the blocks of ``span``; freeze the others as ``variant`` says."""
+    """Train ``blocks``; freeze the others as ``variant`` says; descend as ``rule`` says, if any."""
 
-    span: Span
+    blocks: Blocks
     variant: str = "qff"
+    rule: LocalRule | None = None
 
     def __str__(self) -> str:
-        return str(self.span)
+        return str(self.blocks)
 
-    def train(self, workshop: Workshop, task: Task, state: State) -> Contribution:
+    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
         """One device's local training; it sends the trained blocks only."""
         net = freeze(
             workshop.chain(),
-            self.span,
+            self.blocks,
             variant=self.variant,
             backend=workshop.materials.backend,
-            state=state,
+            state=state.tensors,
             plan=workshop.plan,
-            state_is_checked=workshop.has_checked(state),
+            state_is_checked=True,
         )
         net.train()
-        trained = [p for p in net.parameters() if p.requires_grad]
-        loss = workshop.recipe.descend(trained, self._losses(net, workshop, task), task.lr)
-        return Contribution(net.update().tensors, len(task.indices), loss)
+        named = {
+            key: p
+            for block in net.trained
+            for key, p in block.named_parameters()
+            if p.requires_grad
+        }
+        ruled = None if self.rule is None else RuleAtWork(self.rule, named, task, state)
+        losses = self._losses(net, workshop, task)
+        correct = None if ruled is None else ruled.correct
+        loss = workshop.training.descend(named.values(), losses, task.lr, correct)
+        sent, samples = net.update().tensors, len(task.indices)
+        if ruled is None:
+            return Contribution(sent, samples, loss)
+        kept = len(ruled.rule.device_memory) * sum(p.nbytes for p in named.values())
+        size = kept + sum(t.nbytes for t in sent.values())
+        return Contribution(sent, samples, loss, memory=ruled.remembered(), sent_bytes=size)
 
     def _losses(self, net: FrozenNet, workshop: Workshop, task: Task) -> Iterator[Tensor]:
         last = len(workshop.batches(task)) - 1
@@ -45,3 +63,54 @@ class SpanWork:
             if i == last and self.variant == "qff":
                 net.measure_scales()  # for those who will have these blocks frozen
             yield workshop.loss(net(inputs), labels)
+
+    def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
+        """Every cohort can do this."""
+        del networks
+        return StackedWork(DeviceWork(self.blocks, self.variant, task.lr, rule=self.rule))
+
+
+class RuleAtWork:
+    """A :class:`~cocofl.local_rule.LocalRule` on the parameters of one device, one by one."""
+
+    def __init__(
+        self, rule: LocalRule, named: dict[str, nn.Parameter], task: Task, state: ServerState
+    ) -> None:
+        self.rule, self._named, self._lr, self._steps = rule, named, task.lr, 0
+        self._start = {key: p.detach().clone() for key, p in named.items()}
+        server = {name: state.memory.get(name, {}) for name in rule.server_memory}
+        device = {name: task.memory.get(name, {}) for name in rule.device_memory}
+        self._server, self._device = server, device
+
+    def correct(self) -> None:
+        """Put right the gradients of a step that is about to be taken."""
+        for key, parameter in self._named.items():
+            if parameter.grad is not None:
+                parameter.grad = self.rule.correct(self._step(key, parameter.grad))
+        self._steps += 1
+
+    def remembered(self) -> dict[str, Tensors]:
+        """What the device remembers from now on."""
+        kept: dict[str, Tensors] = {name: {} for name in self.rule.device_memory}
+        for key, parameter in self._named.items():
+            end = self._step(key, torch.zeros_like(parameter))
+            for name, value in self.rule.remember(end).items():
+                kept[name][key] = value.detach()
+        # What it knows of blocks that it did not train now stays.
+        return {name: {**self._device[name], **own} for name, own in kept.items()}
+
+    def _step(self, key: str, gradient: Tensor) -> LocalStep:
+        start = self._start[key]
+
+        def of(memory: dict[str, Tensors]) -> Tensors:
+            return {name: own.get(key, torch.zeros_like(start)) for name, own in memory.items()}
+
+        return LocalStep(
+            parameter=self._named[key].detach(),
+            start=start,
+            gradient=gradient,
+            lr=self._lr,
+            steps=float(self._steps),
+            server=of(self._server),
+            device=of(self._device),
+        )

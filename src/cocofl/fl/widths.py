@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cocofl.chain import BlockChain, split
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Task, Workshop, parameter_keys
-from cocofl.fl.merge import Contribution, State
+from cocofl.fl.local import Task, Workshop, norms_of, parameter_keys
+from cocofl.fl.stacked import (
+    NotStacked,
+    StackedNetworks,
+    StackedWork,
+    classifier_keys,
+    statistics_key,
+)
+from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.freeze import FrozenNet, freeze
+from cocofl.freeze.layout import channels_first
+from cocofl.freeze.lowering import lower
 from cocofl.span import Span
-
-STATISTICS_PREFIX = "widths."
+from cocofl.vector import DeviceWork
 
 
 @dataclass(frozen=True)
@@ -39,18 +44,18 @@ class WidthWork:
     def __str__(self) -> str:
         return f"{self.width:g}"
 
-    def train(self, workshop: Workshop, task: Task, state: State) -> Contribution:
+    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
         """One device's local training; it sends parameters, and no statistics."""
-        narrow = _at_places(state, workshop, self.width)
+        narrow = _at_places(state.tensors, workshop, self.width)
         if self.scaler and self.width < 1.0:
-            chain = _scaled_chain(workshop, self.width)
+            chain = workshop.scaled_chain(self.width)
             net = freeze(chain, Span(0, len(chain)), variant="f", state=narrow)
         else:
             net = workshop.whole_network(narrow, self.width)
         net.train()
         present = self.present(workshop, task)
         losses = self._losses(net, workshop, task, present)
-        loss = workshop.recipe.descend(net.parameters(), losses, task.lr)
+        loss = workshop.training.descend(net.parameters(), losses, task.lr)
         learned = parameter_keys(workshop.model(self.width))
         sent = {key: t for key, t in net.update().tensors.items() if key in learned}
         rows = {} if present is None else dict.fromkeys(classifier_keys(workshop), present)
@@ -72,6 +77,47 @@ class WidthWork:
                 scores = scores * mask
             yield workshop.loss(scores, labels)
 
+    def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
+        """A level of the cohort, at which all steps are taken."""
+        networks.check_widths((self.width,))
+        if self.masked and not networks.gives_scores:
+            raise NotStacked("masked losses need a network that returns scores of classes")
+        level = networks.level(self.width, scaled=self.scaler)
+        present = self.present(networks.workshop, task)
+        classes = None if present is None else tuple(present.tolist())
+        device = DeviceWork(networks.everything, "f", task.lr, level=level, classes=classes)
+        # Factors other than 0 and 1 are multiplied into every step.
+        return StackedWork(device, steps_at=[level] if self.scaler else None)
+
+
+@dataclass(frozen=True)
+class StatisticsWork:
+    """Measure the norms' statistics of the whole network on a device's data; nothing is trained.
+
+    What HeteroFL's static BatchNorm asks of devices after training: means over mini-batches.
+    """
+
+    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
+        """One device's statistics."""
+        net = workshop.whole_network(state.tensors).eval()
+        for norm in norms_of(net):
+            norm.reset_running_stats()
+            norm.train()
+            norm.momentum = None  # the plain mean over all mini-batches
+        with torch.no_grad():
+            for inputs, _ in workshop.load(task):
+                net(inputs)
+        learned = parameter_keys(workshop.model())
+        sent = {key: t for key, t in net.update().tensors.items() if key not in learned}
+        return Contribution(sent, len(task.indices))
+
+    def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
+        """A forward pass of its own, where nothing in the network runs device by device."""
+        if not networks.program.is_capturable:
+            raise NotStacked("a layer of the network runs device by device")
+        device = DeviceWork(networks.everything, "f", task.lr)
+        return StackedWork(device, sends_parameters=False)
+
 
 @dataclass(frozen=True)
 class OrderedWork:
@@ -88,27 +134,29 @@ class OrderedWork:
     def __str__(self) -> str:
         return f"{self.widths[-1]:g}"
 
-    def train(self, workshop: Workshop, task: Task, state: State) -> Contribution:
+    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
         """One device's local training; it sends parameters, and statistics of the widths drawn."""
         widest = self.widths[-1]
-        narrow = _at_places(state, workshop, widest)
+        narrow = _at_places(state.tensors, workshop, widest)
         parameters = {
             key: nn.Parameter(narrow[key].clone())
             for key, _ in workshop.model(widest).named_parameters()
         }
-        buffers: dict[float, State] = {}
+        buffers: dict[float, Tensors] = {}
 
         def scores(width: float, inputs: Tensor) -> Tensor:
             if width not in buffers:
-                buffers[width] = _own_statistics(workshop.model(width), state, width)
+                buffers[width] = _own_statistics(workshop.model(width), state.tensors, width)
             places = workshop.places(width, widest)
             sliced = {key: p[places[key]] for key, p in parameters.items()}
             model = workshop.model(width).train()
+            if not all(block.channels_last for block in lower(workshop.chain(width))):
+                inputs = channels_first(inputs)
             result: Tensor = torch.func.functional_call(model, {**sliced, **buffers[width]}, inputs)
             return result
 
         losses = self._losses(workshop, task, scores)
-        loss = workshop.recipe.descend(parameters.values(), losses, task.lr)
+        loss = workshop.training.descend(parameters.values(), losses, task.lr)
         keys = parameter_keys(workshop.model(widest)).items()
         sent = {key: parameters[first].detach() for key, first in keys}
         for width, own in buffers.items():
@@ -122,6 +170,17 @@ class OrderedWork:
         rng = task.rng("widths")
         while True:
             yield self.widths[int(rng.integers(len(self.widths)))]
+
+    def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
+        """A level of the cohort for each width, at which steps are taken in turn."""
+        networks.check_widths(self.widths)
+        level = networks.level(self.widths[-1])
+        device = DeviceWork(
+            networks.everything, "f", task.lr, level=level, distillation=self.distillation
+        )
+        steps = range(len(networks.workshop.batches(task)))
+        drawn = [networks.level(width) for _, width in zip(steps, self.draws(task), strict=False)]
+        return StackedWork(device, steps_at=drawn, sends_statistics=True)
 
     def _losses(self, workshop: Workshop, task: Task, scores: Any) -> Iterator[Tensor]:
         for (inputs, labels), width in zip(workshop.load(task), self.draws(task), strict=False):
@@ -140,17 +199,12 @@ class OrderedWork:
             yield loss
 
 
-def _at_places(state: Mapping[str, Tensor], workshop: Workshop, width: float) -> State:
+def _at_places(state: Mapping[str, Tensor], workshop: Workshop, width: float) -> Tensors:
     """The part of the server's state that the network at a width has."""
     return {key: state[key][at] for key, at in workshop.places(width).items() if key in state}
 
 
-def statistics_key(key: str, width: float) -> str:
-    """Under which name the server has a norm statistic of a width."""
-    return key if width == 1.0 else f"{STATISTICS_PREFIX}{width:g}.{key}"
-
-
-def _own_statistics(model: nn.Module, state: Mapping[str, Tensor], width: float) -> State:
+def _own_statistics(model: nn.Module, state: Mapping[str, Tensor], width: float) -> Tensors:
     """The server's statistics of a width, or fresh ones where nobody has trained it yet."""
     learned = parameter_keys(model)
     return {
@@ -158,42 +212,3 @@ def _own_statistics(model: nn.Module, state: Mapping[str, Tensor], width: float)
         for key, buffer in model.state_dict().items()
         if key not in learned
     }
-
-
-def classifier_keys(workshop: Workshop) -> list[str]:
-    """The tensors of the last layer with one row per class."""
-    classes = workshop.materials.train.facts.num_classes
-    layers = [
-        name
-        for name, module in workshop.model().named_modules()
-        if isinstance(module, nn.Linear) and module.out_features == classes
-    ]
-    return [f"{layers[-1]}.weight", f"{layers[-1]}.bias"] if layers else []
-
-
-_SCALED: WeakKeyDictionary[Workshop, dict[float, BlockChain]] = WeakKeyDictionary()
-
-
-def _scaled_chain(workshop: Workshop, width: float) -> BlockChain:
-    """The network at a width, its narrowed layers divided by the width while they train."""
-    known = _SCALED.setdefault(workshop, {})
-    if width not in known:
-        model, inputs = workshop.materials.subject.build(width)
-        for name in scaled_layers(model, workshop.model()):
-            model.get_submodule(name).register_forward_hook(partial(_divide, width=width))
-        known[width] = split(model, inputs)
-    return known[width]
-
-
-def scaled_layers(narrow: nn.Module, full: nn.Module) -> list[str]:
-    """The layers that put out fewer channels than in the full network."""
-    return [
-        name
-        for name, layer in narrow.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
-        and layer.weight.shape[0] < full.get_parameter(f"{name}.weight").shape[0]
-    ]
-
-
-def _divide(layer: nn.Module, _inputs: Any, output: Tensor, *, width: float) -> Tensor | None:
-    return output / width if layer.training else None

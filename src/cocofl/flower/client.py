@@ -33,14 +33,14 @@ from flwr.clientapp import ClientApp
 from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
-from cocofl.fl.batches import n_batches
 from cocofl.fl.federation import Situation
-from cocofl.fl.local import Task, Workshop
-from cocofl.fl.merge import State
+from cocofl.fl.local import Task
+from cocofl.fl.state import Tensors
 from cocofl.flower.facts import with_shared_facts
 from cocofl.flower.records import read_request, update_reply
 from cocofl.flower.settings import alike_devices, node_budget
 from cocofl.flower.updates import Contract
+from cocofl.freeze import check_state
 from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
 
@@ -77,7 +77,8 @@ class Device:
         experiment = _own_experiment(Experiment.parse(settings["experiment"]), node)
         dataset = with_shared_facts(load_data(experiment), settings["facts"])
         self._setup = Setup(experiment, dataset)
-        self._workshop = Workshop(self._setup.materials, machine_plan())
+        self._workshop = self._setup.workshop
+        self._workshop.plan = machine_plan()
         self._contract = Contract(self._workshop.chain())
         if "partition-id" in node:
             self._number = int(node["partition-id"])
@@ -86,23 +87,24 @@ class Device:
             self._number = node_id
             self._indices = np.arange(len(dataset.train))
 
-    def play(self, round_index: int, lr: float, state: State) -> bytes:
+    def play(self, round_index: int, lr: float, state: Tensors) -> bytes:
         """The update of a round; empty if nothing fits this device's budget now."""
         setup, experiment = self._setup, self._setup.experiment
-        recipe = setup.materials.recipe
-        steps = recipe.epochs * n_batches(len(self._indices), recipe.batch, recipe.last_batch)
+        training = setup.materials.training
+        steps = training.steps(len(self._indices))
         situation = Situation(
             self._number,
             round_index,
-            node_budget(self._node, steps * recipe.batch),
+            node_budget(self._node, steps * training.batch),
             stream(experiment.seed, "select", round_index, self._number),
         )
         plan = setup.strategy.plan(situation)
         if plan is None:
             return b""
+        check_state(self._workshop.chain(), state, None)
         task = Task(experiment.seed, round_index, self._number, self._indices, plan.work, lr)
         begin = time.perf_counter()
-        contribution = self._workshop.train(task, state)
+        contribution = self._workshop.train(task, self._workshop.server_state(state))
         spent_s = time.perf_counter() - begin
         logger.info("round %s: trained %.3f s, process %s", round_index + 1, spent_s, os.getpid())
         remember_plan(self._workshop.plan)

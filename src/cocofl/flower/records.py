@@ -16,7 +16,7 @@ from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from torch import Tensor
 
 from cocofl.errors import RejectedUpdate
-from cocofl.fl.merge import Contribution, State
+from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.runlog import state_bytes, state_from_bytes
 
 STATE, REQUEST, UPDATE, ABOUT = "state", "request", "update", "about"
@@ -41,7 +41,7 @@ def state_record(state: Mapping[str, Tensor]) -> ConfigRecord:
     return ConfigRecord({STATE: state_bytes(state)})
 
 
-def _state_of(content: RecordDict) -> State:
+def _state_of(content: RecordDict) -> Tensors:
     payload = content.config_records[STATE][STATE]
     assert isinstance(payload, bytes)
     return state_from_bytes(payload)
@@ -52,7 +52,7 @@ def request(state: ConfigRecord, settings: Mapping[str, Any]) -> RecordDict:
     return RecordDict({STATE: state, REQUEST: ConfigRecord({"json": json.dumps(settings)})})
 
 
-def read_request(message: Message) -> tuple[State, Settings]:
+def read_request(message: Message) -> tuple[Tensors, Settings]:
     """What the server sent."""
     settings: Settings = json.loads(str(message.content.config_records[REQUEST]["json"]))
     return _state_of(message.content), settings
@@ -91,11 +91,15 @@ def contribution_reply(contribution: Contribution) -> RecordDict:
         "samples": contribution.samples,
         "loss": contribution.loss,
         "width": contribution.width,
+        "device": contribution.device,
+        "sent_bytes": contribution.sent_bytes,
         "rows": {key: rows.tolist() for key, rows in contribution.rows.items()},
     }
     return RecordDict(
         {
-            STATE: state_record(contribution.tensors),
+            STATE: state_record(
+                ServerState(contribution.tensors, memory=contribution.memory).flat()
+            ),
             ABOUT: ConfigRecord({"json": json.dumps(about)}),
         }
     )
@@ -105,7 +109,8 @@ def read_contribution(message: Message) -> Contribution:
     """The contribution again, to the bit."""
     about = json.loads(str(message.content.config_records[ABOUT]["json"]))
     about["rows"] = {key: np.array(rows, np.int64) for key, rows in about["rows"].items()}
-    return Contribution(_state_of(message.content), **about)
+    sent = ServerState.from_flat(_state_of(message.content))
+    return Contribution(sent.tensors, memory=sent.memory, **about)
 
 
 # --- asking --------------------------------------------------------------------------------------

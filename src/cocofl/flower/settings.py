@@ -17,9 +17,8 @@ from typing import Any
 from cocofl.budget import Budget
 from cocofl.config import Experiment, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment
-from cocofl.experiment import Setup
-from cocofl.fl.merge import merge
-from cocofl.fl.strategies import Strategy
+from cocofl.fl.strategies import STRATEGIES, facts_of
+from cocofl.fl.strategies.facts import BLOCKS
 from cocofl.flower.updates import Limits
 from cocofl.named import nearest
 
@@ -95,25 +94,20 @@ def _value(item: Any) -> Any:
 def check_experiment(experiment: Experiment) -> None:
     """Complain now about a strategy that the server would refuse, after all has been started.
 
-    It is asked with the quick start's network and data, which are everywhere: the experiment's own
-    may be on the server only, and so may a strategy of one's own.
+    One of the user's own may be on the server only.
     """
-    name, options = experiment.strategy.name, experiment.strategy.options
+    name = experiment.strategy.name
     try:
-        strategy = Setup(Experiment().with_strategy(name, **options)).strategy
-    except Exception:
+        facts = facts_of(name)
+    except InvalidExperiment:
         if ":" in name:
             return
         raise
-    check_strategy(name, strategy)
-
-
-def check_strategy(name: str, strategy: Strategy) -> None:
-    """Complain about one whose devices do not send whole blocks: no contract is about that."""
-    if strategy.merge is not merge or strategy.central:
+    if facts.uploads != BLOCKS:
+        able = [known for known in STRATEGIES if facts_of(known).uploads == BLOCKS]
         raise InvalidExperiment(
-            f"strategy {name!r} cannot be deployed: its devices do not send spans of blocks; "
-            "expected cocofl, fedavg, fedavg-full, or one of your own with their merge"
+            f"strategy {name!r} cannot be deployed: its devices do not send whole blocks; "
+            f"expected {', '.join(able)}, or one of your own whose facts say that it does"
         )
 
 

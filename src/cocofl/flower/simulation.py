@@ -11,31 +11,28 @@ import json
 import logging
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
-from numpy.typing import NDArray
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
-from cocofl.engine.executor import InProcess
-from cocofl.engine.rounds import Job, Watcher
+from cocofl.engine.executor import Answer, Asked, RoundPlan, TestsHere, answers
+from cocofl.engine.rounds import Job, Watcher, task_of
 from cocofl.engine.workers import default_workers
 from cocofl.experiment import Run, Setup
 from cocofl.experiment import simulate as simulate_with
-from cocofl.fl.batches import Ints
-from cocofl.fl.local import Materials, Task, Workshop
-from cocofl.fl.merge import Contribution, State
-from cocofl.fl.strategies import Merge
+from cocofl.fl.state import ServerState
+from cocofl.fl.widths import StatisticsWork
 from cocofl.flower.records import (
     ABOUT,
     ask,
@@ -47,7 +44,7 @@ from cocofl.flower.records import (
 )
 from cocofl.freeze import KernelPlan
 
-TRAIN, STATISTICS, PLAN = MessageType.TRAIN, f"{MessageType.TRAIN}.statistics", MessageType.QUERY
+TRAIN, PLAN = MessageType.TRAIN, MessageType.QUERY
 
 
 QUIET = {
@@ -114,61 +111,38 @@ def _backend(workers: int) -> dict[str, Any]:
     return {"init_args": arguments, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
 
 
-class OnFlower:
+class OnFlower(TestsHere):
     """An executor whose devices are trained by the nodes of a grid."""
 
     def __init__(self, grid: Grid, experiment: Experiment, over: Event) -> None:
+        super().__init__()
         self._grid, self._experiment, self._over = grid, experiment.to_toml(), over
-        self._here = InProcess()
 
-    def prepare(self, materials: Materials, plan: KernelPlan) -> None:
-        """Nodes make a workshop when the first request comes; the server only evaluates."""
-        self._materials, self._plan = materials, plan
-        self._here.prepare(materials, plan)
-
-    def resolve_plan(self, state: State) -> KernelPlan:
+    def resolve_plan(self, state: ServerState) -> KernelPlan:
         """One node measures; then all obey."""
-        content = request(state_record(state), self._settings())
+        content = request(state_record(state.tensors), self._settings())
         (reply,) = self._replies([Message(content, self._nodes(1)[0], PLAN)])
         choices = json.loads(str(reply.content.config_records[ABOUT]["json"]))
-        self.prepare(self._materials, KernelPlan(choices, fixed=True))
-        return self._plan
+        self.prepare(self._workshop, KernelPlan(choices, fixed=True))
+        return self._workshop.plan
 
-    def train(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """Each device on a node of its own."""
-        return self._spread(TRAIN, tasks, state)
+    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
+        """Each device on a node of its own; one run follows another."""
+        return [self._trained(plan, state) for plan, state in asked]
 
-    def statistics(self, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        """Each device on a node of its own."""
-        return self._spread(STATISTICS, tasks, state)
-
-    def confusion(self, state: State, chunks: Sequence[Ints], statistics: str) -> NDArray[np.int64]:
-        """The server tests its model itself."""
-        return self._here.confusion(state, chunks, statistics)
-
-    def merger(self, merge: Merge) -> Merge:
-        """The strategy's own."""
-        return merge
-
-    def close(self) -> None:
-        """Give the threads back."""
-        self._here.close()
-
-    def _spread(self, kind: str, tasks: Sequence[Task], state: State) -> Iterator[Contribution]:
-        record = state_record(state)
-        nodes = self._nodes(len(tasks))
-        messages = [
-            Message(
-                request(record, self._settings(round=task.round_index, device=task.device)),
-                target,
-                kind,
-            )
-            for task, target in zip(tasks, nodes, strict=True)
-        ]
-        return map(read_contribution, self._replies(messages))
+    def _trained(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
+        common = state_record(replace(state, devices={}).flat())
+        messages = []
+        for task, node in zip(plan.tasks, self._nodes(len(plan.tasks)), strict=True):
+            remembers = {task.device: task.memory} if task.memory else {}
+            own = state_record(replace(state, devices=remembers).flat()) if remembers else common
+            settings = self._settings(round=task.round_index, device=task.device)
+            content = request(own, {**settings, "purpose": plan.purpose})
+            messages.append(Message(content, node, TRAIN))
+        yield from answers(plan.tasks, map(read_contribution, self._replies(messages)))
 
     def _settings(self, **more: int) -> dict[str, Any]:
-        return {"experiment": self._experiment, "plan": self._plan.choices, **more}
+        return {"experiment": self._experiment, "plan": self._workshop.plan.choices, **more}
 
     def _nodes(self, count: int) -> list[int]:
         """As many nodes; at the start some may still be on their way."""
@@ -197,45 +171,31 @@ node = ClientApp()
 
 @node.train()
 def train(message: Message, _context: Context) -> Message:
-    """Plan and train the device that the request names."""
-    state, settings = read_request(message)
-    workshop, task = _assignment(settings)
-    return Message(contribution_reply(workshop.train(task, state)), reply_to=message)
-
-
-@node.train("statistics")
-def statistics(message: Message, _context: Context) -> Message:
-    """Measure norm statistics on the data of the device that the request names."""
-    state, settings = read_request(message)
-    workshop, task = _assignment(settings)
-    return Message(contribution_reply(workshop.statistics(task, state)), reply_to=message)
+    """Do what the round loop would have given to a worker, for the device that is named."""
+    tensors, settings = read_request(message)
+    job = _job(settings["experiment"], json.dumps(settings["plan"]))
+    state = job.workshop.server_state(tensors)
+    task = task_of(job, state, settings["device"], settings["round"])
+    if settings["purpose"] == "statistics":
+        task = replace(task, work=StatisticsWork())
+    return Message(contribution_reply(job.workshop.train(task, state)), reply_to=message)
 
 
 @node.query()
 def resolve_plan(message: Message, _context: Context) -> Message:
     """Choose kernels under the conditions that devices train in."""
-    state, settings = read_request(message)
-    _, workshop = _job(settings["experiment"], json.dumps(settings["plan"]))
-    workshop.resolve_plan(state)
+    tensors, settings = read_request(message)
+    workshop = _job(settings["experiment"], json.dumps(settings["plan"])).workshop
+    workshop.resolve_plan(workshop.server_state(tensors))
     about = ConfigRecord({"json": json.dumps(workshop.plan.choices)})
     return Message(RecordDict({ABOUT: about}), reply_to=message)
 
 
-def _assignment(settings: dict[str, Any]) -> tuple[Workshop, Task]:
-    """What the round loop would have given to a worker, worked out here."""
-    job, workshop = _job(settings["experiment"], json.dumps(settings["plan"]))
-    device, round_index = settings["device"], settings["round"]
-    plan = job.strategy.plan(job.federation.situation(device, round_index))
-    assert plan is not None, "the server asks only devices that have a plan"
-    indices = job.federation.partition[device]
-    lr = job.schedule.at(round_index)
-    return workshop, Task(job.seed, round_index, device, indices, plan.work, lr)
-
-
 @lru_cache(maxsize=1)
-def _job(experiment: str, plan: str) -> tuple[Job, Workshop]:
+def _job(experiment: str, plan: str) -> Job:
     """Kept while requests are of one experiment: a process serves many devices."""
     torch.set_num_threads(1)
     keep_freed_memory()
     job = Setup(Experiment.parse(tomllib.loads(experiment))).job()
-    return job, Workshop(job.materials, KernelPlan(json.loads(plan)))
+    job.workshop.plan = KernelPlan(json.loads(plan))
+    return job

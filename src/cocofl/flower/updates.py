@@ -26,7 +26,7 @@ from torch import Tensor
 from cocofl.budget import bytes_text
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting, RejectedUpdate
-from cocofl.fl.merge import Contribution, State
+from cocofl.fl.state import Contribution, Tensors
 from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
 from cocofl.freeze.lowering import lower
 from cocofl.freeze.state import block_state
@@ -221,7 +221,7 @@ class Contract:
         scales = tuple(key for i, key in enumerate(keys) if bits >> i & 1)
         return Facts(span, samples, loss, scales)
 
-    def _values(self, payload: bytes, begin: int, facts: Facts) -> State:
+    def _values(self, payload: bytes, begin: int, facts: Facts) -> Tensors:
         slots = self._in_file_order(facts.span)
         slots += [Slot(key, torch.float32, ()) for key in facts.scales]
         wanted = sum(slot.size * slot.dtype.itemsize for slot in slots)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from cocofl.chain import BlockChain, Wiring, graph_block
 from cocofl.errors import CannotLower, CannotSplit, InvalidExample
+from cocofl.freeze.layout import FaultyConvolutions
 from cocofl.freeze.twins import twin
 
 
@@ -117,7 +118,7 @@ class LoweredBlock:
     sites: tuple[str, ...]
     """Values whose scales a device measures when it trains this block."""
     channels_last: bool
-    """Whether the block runs on channels-last images; ``view`` may not."""
+    """Whether the block may run on channels-last images; one with ``view`` may not."""
     whole: Any = None
     """If the block stays one operation, the structure of what it returns; () for one value."""
 
@@ -389,11 +390,13 @@ def _runs_channels_last(traced: fx.GraphModule, arguments: list[Any]) -> bool:
         x.contiguous(memory_format=images) if isinstance(x, Tensor) and x.ndim == 4 else x
         for x in map(_copied, arguments)
     ]
+    faults = FaultyConvolutions()
     try:
-        trial.run(*own)
+        with faults:
+            trial.run(*own)
     except RuntimeError:
         return False
-    return True
+    return not faults.seen
 
 
 def _mapped(structure: Any, of: Callable[[fx.Node], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""``freeze``: a chain and a span become a network ready for an ordinary training loop."""
+"""``freeze``: a chain and the blocks to train become a network for an ordinary training loop."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cocofl.chain import BlockChain, Wiring
 from cocofl.errors import CannotLower, InvalidSetting, InvalidSpan
 from cocofl.freeze.floating import fused, with_batch_statistics
 from cocofl.freeze.kernels import kernel, safe_weight_bits
+from cocofl.freeze.layout import channels_first
 from cocofl.freeze.lean import lean_blocks
 from cocofl.freeze.lowering import LoweredBlock, lower
 from cocofl.freeze.observe import ScaleMeter
@@ -22,7 +23,7 @@ from cocofl.freeze.region import ChooseKernel, IntegerRegion, Row
 from cocofl.freeze.state import State, Update, block_state, chain_state, check_state, scales_of
 from cocofl.freeze.twins import twin
 from cocofl.numerics import HEADROOM
-from cocofl.span import Role, Span
+from cocofl.span import Blocks, Role
 
 VARIANTS = ("f", "ff", "qff")
 BACKENDS = ("auto", "reference", "onednn", "legacy")
@@ -32,7 +33,7 @@ _DEFAULT_PLAN = KernelPlan()
 
 def freeze(
     chain: BlockChain,
-    span: Span,
+    blocks: Blocks,
     *,
     variant: str = "qff",
     backend: str = "auto",
@@ -42,7 +43,7 @@ def freeze(
     plan: KernelPlan | None = None,
     state_is_checked: bool = False,
 ) -> FrozenNet:
-    """A network that trains the blocks of ``span`` in float32 and runs the others frozen.
+    """A network that trains ``blocks`` (a span, or several) in float32 and freezes the others.
 
     ``variant``: ``f`` freezes only; ``ff`` also folds BatchNorm, with the server's statistics;
     ``qff`` also computes the frozen blocks in int8. ``state`` is what the server sent (by
@@ -51,7 +52,7 @@ def freeze(
     ``state_is_checked`` saves looking at every tensor again for each device of a round.
     The chain is left untouched.
 
-    >>> from cocofl import split
+    >>> from cocofl import Span, split
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> net = freeze(split(model, torch.ones(1, 4)), Span(1, 2), backend="reference")
     >>> sorted(net.update().tensors)
@@ -62,9 +63,9 @@ def freeze(
             f"freeze takes a BlockChain, not a {type(chain).__name__}; "
             "make one with cocofl.split(model, example)"
         )
-    if not isinstance(span, Span):
-        raise InvalidSpan(f"the span is {span!r}; expected one such as cocofl.Span(2, 4)")
-    span.check_fits(len(chain))
+    if not isinstance(blocks, Blocks):
+        raise InvalidSpan(f"the span is {blocks!r}; expected one such as cocofl.Span(2, 4)")
+    blocks.check_fits(len(chain))
     _check_choice("variant", variant, VARIANTS)
     _check_choice("backend", backend, BACKENDS)
     if not 1 <= headroom < math.inf:
@@ -77,15 +78,15 @@ def freeze(
     if not state_is_checked:
         check_state(chain, state, lowered)
     if variant != "qff":
-        parts = _float_parts(chain, span, state, lowered, fuse=variant == "ff")
+        parts = _float_parts(chain, blocks, state, lowered, fuse=variant == "ff")
     else:
         integer = IntegerSettings(
             choose=_chooser(backend, _DEFAULT_PLAN if plan is None else plan),
             headroom=headroom,
             weight_bits=weight_bits or (8 if backend == "reference" else safe_weight_bits()),
         )
-        parts = _integer_parts(chain, span, state, lowered, integer)
-    return FrozenNet(chain, span, lowered, parts)
+        parts = _integer_parts(chain, blocks, state, lowered, integer)
+    return FrozenNet(chain, blocks, lowered, parts)
 
 
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
@@ -120,7 +121,7 @@ class IntegerSettings(NamedTuple):
 
 
 class FrozenNet(nn.Module):
-    """A chain under a span. Train it like any module; only the span's parameters learn.
+    """A chain of which some blocks learn. Train it like any module.
 
     Call :meth:`measure_scales` before the last mini-batch, and :meth:`update` after it.
     """
@@ -128,12 +129,12 @@ class FrozenNet(nn.Module):
     def __init__(
         self,
         chain: BlockChain,
-        span: Span,
+        blocks: Blocks,
         lowered: Sequence[LoweredBlock],
         parts: Sequence[Part],
     ) -> None:
         super().__init__()
-        self.span = span
+        self.blocks = blocks
         self._parts, self._lowered = tuple(parts), tuple(lowered)
         self._inputs = chain.wiring[0].inputs
         self._finished = _finished_after(parts)
@@ -174,7 +175,7 @@ class FrozenNet(nn.Module):
 
     def _run(self, part: Part, arguments: list[Any]) -> Any:
         if not part.channels_last:
-            arguments = [x.contiguous() if isinstance(x, Tensor) else x for x in arguments]
+            arguments = [channels_first(x) if isinstance(x, Tensor) else x for x in arguments]
         if part.role is Role.FROZEN:
             with torch.no_grad():
                 return part.run(*arguments)
@@ -199,7 +200,7 @@ class FrozenNet(nn.Module):
             for block in self.trained
             for key, tensor in block_state(block).items()
         }
-        return Update(self.span, tensors | self._scales)
+        return Update(self.blocks, tensors | self._scales)
 
     def describe(self) -> list[Row]:
         """Block, role, operation and kernel, one row per operation."""
@@ -244,7 +245,7 @@ def _float_part(
 
 def _float_parts(
     chain: BlockChain,
-    span: Span,
+    trained: Blocks,
     state: Mapping[str, Tensor],
     lowered: Sequence[LoweredBlock],
     *,
@@ -252,7 +253,7 @@ def _float_parts(
 ) -> list[Part]:
     parts = []
     for index, (block, wiring) in enumerate(zip(chain.blocks, chain.wiring, strict=True)):
-        role, low = span.role(index), lowered[index]
+        role, low = trained.role(index), lowered[index]
         if role is Role.TRAINED:
             own = twin(lean_blocks(chain)[index], state).train()
         elif fuse:
@@ -265,22 +266,20 @@ def _float_parts(
 
 def _integer_parts(
     chain: BlockChain,
-    span: Span,
+    trained: Blocks,
     state: Mapping[str, Tensor],
     lowered: Sequence[LoweredBlock],
     settings: IntegerSettings,
 ) -> list[Part]:
     parts = []
-    if span.start > 0:
-        blocks = range(span.start)
-        parts.append(integer_part(chain, blocks, Role.FROZEN, state, lowered, settings))
-    for index in range(span.start, span.stop):
-        block = twin(lean_blocks(chain)[index], state).train()
-        wiring, channels_last = chain.wiring[index], lowered[index].channels_last
-        parts.append(_float_part(block, Role.TRAINED, index, wiring, channels_last))
-    if span.stop < len(chain):
-        blocks = range(span.stop, len(chain))
-        parts.append(integer_part(chain, blocks, Role.PASSING, state, lowered, settings))
+    for blocks, role in trained.regions(len(chain)):
+        if role is not Role.TRAINED:
+            parts.append(integer_part(chain, blocks, role, state, lowered, settings))
+            continue
+        for index in blocks:
+            block = twin(lean_blocks(chain)[index], state).train()
+            wiring, channels_last = chain.wiring[index], lowered[index].channels_last
+            parts.append(_float_part(block, role, index, wiring, channels_last))
     return parts
 
 

@@ -15,7 +15,16 @@ from pathlib import Path
 import torch
 
 from cocofl.errors import InvalidSetting, KernelMissing
-from cocofl.freeze.kernels import KERNELS, Kernel, LinearMap, Prepared, available, kernel
+from cocofl.freeze.kernels import (
+    KERNELS,
+    REFERENCE,
+    Kernel,
+    LinearMap,
+    Prepared,
+    available,
+    kernel,
+    leave_out,
+)
 from cocofl.numerics import Codes, Grid
 
 _REPEATS = 7
@@ -88,13 +97,22 @@ def fastest(linear_map: LinearMap) -> str:
     if len(shape) == 4:
         values = values.contiguous(memory_format=torch.channels_last)
     x, out = Codes(values, Grid(0.02, zero)), Grid(0.02, 0)
-    ready = [(k.name, k.prepare(linear_map)) for k in available(device)]
-    times: dict[str, list[float]] = {name: [] for name, _ in ready}
-    for _ in range(_REPEATS + 1):
-        for name, run in ready:
+    ready: dict[str, Prepared] = {}
+    for k in available(device):
+        try:
+            ready[k.name] = k.prepare(linear_map)
+            # This warms up, too: packing, code generation, page faults.
+            _seconds(ready[k.name], x, out)
+        except Exception as error:
+            if k is REFERENCE:
+                raise
+            ready.pop(k.name, None)
+            leave_out(k.name, f"{type(error).__name__}: {error}")
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(_REPEATS):
+        for name, run in ready.items():
             times[name].append(_seconds(run, x, out))
-    # The first round warms up: packing, code generation, page faults.
-    return min(times, key=lambda name: min(times[name][1:]))
+    return min(times, key=lambda name: min(times[name]))
 
 
 def _seconds(run: Prepared, x: Codes, out: Grid) -> float:

@@ -18,7 +18,7 @@ from cocofl.chain import BlockChain
 from cocofl.errors import InvalidState
 from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
 from cocofl.freeze.lowering import LoweredBlock
-from cocofl.span import Span
+from cocofl.span import Blocks
 
 State = dict[str, Tensor]
 
@@ -29,7 +29,7 @@ _COUNTER = "num_batches_tracked"
 class Update:
     """What a device uploads: parameters, norm statistics and scales of the blocks it trained."""
 
-    span: Span
+    blocks: Blocks
     tensors: State
 
     @property

@@ -178,7 +178,7 @@ class _Step:
 
 def _marking_blocks(net: FrozenNet) -> FrozenNet:
     """Let trained blocks leave marks: entering the first, leaving each, gradients arriving."""
-    blocks = list(zip(range(net.span.start, net.span.stop), net.trained, strict=True))
+    blocks = list(zip(net.blocks, net.trained, strict=True))
     blocks[0][1].register_forward_pre_hook(lambda _module, _inputs: mark("in"))
     for index, block in blocks:
         block.register_forward_hook(_leaving(index))

@@ -254,7 +254,7 @@ def _pairs(lines: Sequence[Line], curves: Sequence[Curve]) -> list[tuple[Line, C
 
 
 def _is_level(line: Line) -> bool:
-    return line.strategy == "centralized"
+    return line.facts.all_data_in_one_place
 
 
 def _axis(one: Curve, axis: str) -> NDArray[Any]:

@@ -74,7 +74,7 @@ def accuracy_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
         for line in scene.lines:
             one, colour = curves[line.label], colours[line.label]
             style = "--" if line.is_bound else "-"
-            if line.strategy == "centralized":
+            if line.facts.all_data_in_one_place:
                 level = 100 * float(one.mean[-1])
                 axes.axhline(level, color=colour, ls=style, label=_plain(line.label))
                 continue

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cocofl.engine.rounds import STATUSES
 from cocofl.errors import InvalidSpan
 from cocofl.experiment import Run
+from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report.runs import Line, Scene
 from cocofl.span import Span
 
@@ -86,18 +87,15 @@ def summary(line: Line) -> Row:
 
 
 def ahead(scene: Scene) -> list[tuple[str, float]]:
-    """How many points the first CoCoFL line is ahead of each other line that obeys budgets."""
-    rows = [summary(line) for line in scene.lines]
-    ours = next(
-        (row for row, line in zip(rows, scene.lines, strict=True) if line.strategy == "cocofl"),
-        None,
-    )
+    """How many points the first proposed line is ahead of each other line that obeys budgets."""
+    ours = next((line for line in scene.lines if line.facts.role == PROPOSED), None)
     if ours is None:
         return []
+    accuracy = summary(ours).accuracy.mean
     return [
-        (row.label, 100 * (ours.accuracy.mean - row.accuracy.mean))
-        for row in rows
-        if row is not ours and not row.is_bound
+        (line.label, 100 * (accuracy - summary(line).accuracy.mean))
+        for line in scene.lines
+        if line is not ours and not line.is_bound
     ]
 
 
@@ -223,7 +221,7 @@ def trained(line: Line, groups: Sequence[str]) -> Trained:
         what = "width"
     # One who trains all data in one place belongs to no group of devices.
     names = tuple(dict.fromkeys([*groups, *(group for group, _ in counts)]))
-    if line.strategy == "centralized":
+    if line.facts.all_data_in_one_place:
         names = tuple(dict.fromkeys(group for group, _ in counts))
     found = np.zeros((len(names), len(columns)))
     totals = np.zeros((len(names), 1))

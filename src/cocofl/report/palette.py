@@ -8,15 +8,7 @@ from cocofl.report.runs import Line
 
 GROUPS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
-# One colour per strategy in every figure of every report; their own methods take what is left.
-_STRATEGIES = {
-    "cocofl": "#0072B2",
-    "heterofl": "#D55E00",
-    "fjord": "#CC79A7",
-    "fedavg": "#E69F00",
-    "fedavg-full": "#009E73",
-    "centralized": "#6B7280",
-}
+# For strategies that declare no colour.
 _SPARE = ("#56B4E9", "#8B5CF6", "#A16207", "#0F766E", "#BE185D", "#4D7C0F")
 
 ON_DARK = {
@@ -40,7 +32,7 @@ def line_colours(lines: Sequence[Line]) -> dict[str, str]:
     """A colour for each line by its label."""
     colours: dict[str, str] = {}
     for line in lines:
-        own = _STRATEGIES.get(line.strategy)
+        own = line.facts.colour
         free = [colour for colour in (own, *_SPARE) if colour and colour not in colours.values()]
         colours.setdefault(line.label, free[0] if free else _SPARE[len(colours) % len(_SPARE)])
     return colours

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from cocofl.errors import RunFolderProblem
 from cocofl.experiment import Run
+from cocofl.fl.strategies import StrategyFacts, recorded_facts
 from cocofl.runlog import EXPERIMENT, METRICS
 
 TUNING = "tuning"
 """Where a comparison keeps the runs on which it chose learning rates; they are no results."""
-
-BOUNDS = ("fedavg-full", "centralized")
-"""Strategies that ignore budgets: what could be reached, not rivals."""
 
 # Accuracies compare only where these agree; everything else is what is being compared.
 _SCENE_SECTIONS = ("data", "model", "devices")
@@ -43,10 +42,15 @@ class Line:
         """The strategy's name."""
         return self.runs[0].experiment.strategy.name
 
+    @cached_property
+    def facts(self) -> StrategyFacts:
+        """What is known of the strategy."""
+        return recorded_facts(self.strategy, self.runs[0].folder.about.get("strategy_facts"))
+
     @property
     def is_bound(self) -> bool:
         """Whether it ignores budgets."""
-        return self.strategy in BOUNDS
+        return self.facts.is_bound
 
     @property
     def finals(self) -> list[dict[str, Any]]:

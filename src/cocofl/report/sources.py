@@ -18,6 +18,8 @@ from cocofl import data
 from cocofl.config import Experiment
 from cocofl.errors import CocoflError, DataNotFound, OtherHardware
 from cocofl.experiment import Setup
+from cocofl.fl.strategies import NEEDS_NOTHING
+from cocofl.fl.strategies.facts import SPANS, WIDTHS
 from cocofl.profiling import ProfileTable
 from cocofl.report.runs import Line, Scene
 
@@ -62,7 +64,7 @@ class Sources:
             found.append(self._setup.tables.widths())
         except CocoflError:
             # The user's own model may have no width; then there is nothing to set beside spans.
-            if any(line.strategy in ("heterofl", "fjord") for line in self._lines):
+            if any(line.facts.tables == WIDTHS for line in self._lines):
                 raise
         return found
 
@@ -78,13 +80,13 @@ class Sources:
             # Said in the table's own description, which the report shows.
             warnings.simplefilter("ignore", OtherHardware)
             # No strategy is played here, and the run's own may have been the user's.
-            return Setup(self._experiment.with_strategy("fedavg-full"))
+            return Setup(self._experiment.with_strategy(NEEDS_NOTHING))
 
 
 def _variants(lines: Sequence[Line]) -> list[str]:
     used = [
         str(line.runs[0].experiment.strategy.options.get("variant", "qff"))
         for line in lines
-        if line.strategy == "cocofl"
+        if line.facts.tables == SPANS
     ]
     return list(dict.fromkeys(used)) or ["qff"]

@@ -16,6 +16,7 @@ from cocofl.budget import bytes_text
 from cocofl.engine.rounds import STATUSES
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
+from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report import charts
 from cocofl.report.findings import Row, ahead, curve, summary, trained
 from cocofl.report.palette import ON_DARK, line_colours
@@ -233,7 +234,7 @@ def _headline(scene: Scene, rows: Sequence[Row]) -> str:
         return ""
     label, points = min(margins, key=lambda pair: pair[1])
     ours = next(
-        row for row, line in zip(rows, scene.lines, strict=True) if line.strategy == "cocofl"
+        row for row, line in zip(rows, scene.lines, strict=True) if line.facts.role == PROPOSED
     )
     where = "ahead of" if points >= 0 else "behind"
     return (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from cocofl.fl.local import STATISTICS
+from cocofl.fl.evaluation import STATISTICS
 from cocofl.profiling import ProfileTable
 from cocofl.report import studies
 from cocofl.report.findings import Spread
@@ -14,12 +14,12 @@ from cocofl.report.profiles import blocks_figure, profiling_figure, save
 from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import SELECTIONS, VARIANTS, limited_label, strategy_of
 from cocofl.reproduction.results import Result, spread
-from cocofl.reproduction.tables import groups_of, labels_of, longest
+from cocofl.reproduction.tables import groups_of, in_one_place, labels_of, longest
 
 
 def fairness(collection: Collection, results: Sequence[Result], row: str, path: Path) -> list[Path]:
     """The accuracy of each group of devices under each strategy."""
-    own = longest(one for one in results if one.row == row and one.strategy != "centralized")
+    own = longest(one for one in results if one.row == row and not in_one_place(one))
     labels, groups = labels_of(own), groups_of(own)
     ours = {g: [spread(own, row, one, STATISTICS[0], g) for one in labels] for g in groups}
     known = {

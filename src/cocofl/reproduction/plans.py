@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
-from cocofl.fl.strategies import STRATEGIES
+from cocofl.fl.strategies import STRATEGIES, facts_of
+from cocofl.fl.strategies.facts import SPANS, WIDTHS
 from cocofl.named import nearest
 from cocofl.reproduction.collection import Collection, on_one_place
 
-STRATEGY_ORDER = ("centralized", "fedavg-full", "cocofl", "heterofl", "fjord", "fedavg")
+STRATEGY_ORDER = tuple(sorted(STRATEGIES, key=lambda name: facts_of(name).order))
 """As in the paper: what could be reached first, then those who obey budgets."""
 
 LIMITS = (0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -108,19 +109,16 @@ def table2(
             )
     for row in rows:
         collection.file(row)  # before a word of the row that all data in one place needs
-    own = {
-        "cocofl": {"tables.spans": spans},
-        "heterofl": {"tables.widths": widths},
-        "fjord": {"tables.widths": widths},
-    }
+    own = {SPANS: ("tables.spans", spans), WIDTHS: ("tables.widths", widths)}
     found: dict[Name, Planned] = {}
     for row in rows:
         for strategy in strategies:
-            place = on_one_place(row) if strategy == "centralized" else row
+            facts = facts_of(strategy)
+            place = on_one_place(row) if facts.all_data_in_one_place else row
             labelled: dict[str, dict[str, Any]] = {strategy: {}}
-            for key, table in own.get(strategy, {}).items():
-                if table is not None:
-                    labelled[f"{strategy}.{_table_name(table)}"] = {key: _absolute(table)}
+            key, table = own.get(facts.tables, ("", None))
+            if table is not None:
+                labelled[f"{strategy}.{_table_name(table)}"] = {key: _absolute(table)}
             for label, tables in labelled.items():
                 changes = {"strategy.name": strategy, **tables}
                 for one in _seeded(collection, place, label, changes, seeds, rounds):

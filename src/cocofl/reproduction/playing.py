@@ -7,10 +7,9 @@ from pathlib import Path
 
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import DataNotFound
-from cocofl.experiment import load_data
+from cocofl.experiment import in_short, load_data, simulate_batch
 from cocofl.reproduction.plans import Planned
 from cocofl.runlog import RunFolder
-from cocofl.together import in_short, simulate_together
 
 
 def missing(planned: Sequence[Planned], out: Path) -> list[Planned]:
@@ -37,7 +36,7 @@ def play(
     def say(paths: Sequence[Path], rounds: int) -> None:
         announce(in_short([path.name for path in paths]), rounds)
 
-    simulate_together(experiments, resume=True, watchers=watchers, announce=say)
+    simulate_batch(experiments, resume=True, watchers=watchers, announce=say)
     return problems
 
 

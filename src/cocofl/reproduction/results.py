@@ -17,6 +17,8 @@ from typing import Any
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.experiment import Run
+from cocofl.fl.strategies import recorded_facts
+from cocofl.fl.strategies.facts import WIDTHS
 from cocofl.profiling.table import PREFIX
 from cocofl.report.findings import Spread
 from cocofl.reproduction.collection import Collection, is_ablation
@@ -187,12 +189,12 @@ def without_folder(description: str) -> str:
 
 def _table(experiment: Experiment, about: Mapping[str, Any]) -> str:
     """The table that said what fits."""
-    name, options = experiment.strategy.name, experiment.strategy.options
-    if name in ("fedavg-full", "centralized"):
+    options = experiment.strategy.options
+    needed = recorded_facts(experiment.strategy.name, about.get("strategy_facts")).tables
+    if not needed:
         return ""
-    kind = options.get("costs") or options.get("variant") or "qff"
-    served = about.get("tables", {})
-    return without_folder(served.get("width" if name in ("heterofl", "fjord") else str(kind), ""))
+    kind = "width" if needed == WIDTHS else options.get("costs") or options.get("variant") or "qff"
+    return without_folder(about.get("tables", {}).get(str(kind), ""))
 
 
 def _named(of_row: Experiment, name: Name) -> Experiment:

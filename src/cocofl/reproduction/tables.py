@@ -7,7 +7,9 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cocofl.fl.local import STATISTICS
+from cocofl.fl.evaluation import STATISTICS
+from cocofl.fl.strategies import StrategyFacts, facts_of, recorded_facts
+from cocofl.fl.strategies.facts import BASELINE, PROPOSED
 from cocofl.report.findings import Spread
 from cocofl.reproduction.collection import Collection, on_one_place
 from cocofl.reproduction.plans import (
@@ -19,7 +21,6 @@ from cocofl.reproduction.plans import (
 )
 from cocofl.reproduction.results import LATE, Result, spread
 
-RIVALS = ("heterofl", "fjord", "fedavg")
 _NOTHING = "–"
 
 
@@ -53,7 +54,7 @@ def of_row(collection: Collection, results: Sequence[Result], row: str) -> TextT
     own = longest(
         one if one.row == row else replace(one, row=row, groups={})
         for one in results
-        if one.row == row or (one.row == on_one_place(row) and one.strategy == "centralized")
+        if one.row == row or (one.row == on_one_place(row) and in_one_place(one))
     )
     if not own:
         return None
@@ -88,7 +89,7 @@ def of_row(collection: Collection, results: Sequence[Result], row: str) -> TextT
 
 def fairness(collection: Collection, results: Sequence[Result], row: str) -> TextTable | None:
     """The accuracy of each group of devices, beside what the paper's text says."""
-    own = longest(one for one in results if one.row == row and one.strategy != "centralized")
+    own = longest(one for one in results if one.row == row and not in_one_place(one))
     if not own:
         return None
     groups, lines = groups_of(own), []
@@ -128,9 +129,8 @@ def selectors(
 def ordering(collection: Collection, results: Sequence[Result], row: str) -> str:
     """Who is ahead of whom among all that obey budgets, best first."""
     metric, statistics = collection.metric(row), STATISTICS[0]
-    found = {
-        label: spread(results, row, label, statistics, metric) for label in ("cocofl", *RIVALS)
-    }
+    obeying = [name for name in STRATEGY_ORDER if not facts_of(name).is_bound]
+    found = {label: spread(results, row, label, statistics, metric) for label in obeying}
     means = {label: one.mean for label, one in found.items() if one is not None}
     best_first = sorted(means, key=lambda label: -means[label])
     return f"{row}: " + " > ".join(f"{label} {100 * means[label]:.1f}" for label in best_first)
@@ -182,25 +182,30 @@ def _over_limits(
 def labels_of(results: Iterable[Result]) -> list[str]:
     """In the order of the paper, one's own strategies last."""
 
-    def place(label: str) -> tuple[int, str]:
-        name = strategy_of(label)
-        known = name in STRATEGY_ORDER
-        return (STRATEGY_ORDER.index(name) if known else len(STRATEGY_ORDER), label)
+    labels = {one.strategy for one in results}
+    return sorted(labels, key=lambda label: (_facts(label).order, label))
 
-    return sorted({one.strategy for one in results}, key=place)
+
+def in_one_place(result: Result) -> bool:
+    """Whether all data was in one place."""
+    return _facts(result.strategy).all_data_in_one_place
+
+
+def _facts(label: str) -> StrategyFacts:
+    return recorded_facts(strategy_of(label))
 
 
 def _ahead(collection: Collection, results: Sequence[Result], row: str, metric: str) -> list[str]:
-    """How far CoCoFL is ahead of those that obey the same budgets, here and in the paper.
+    """How far what is proposed is ahead of others with the same budgets, here and in the paper.
 
     Compared are runs with the same seed and the same changes of settings: a split that a seed
     draws can be an easy one.
     """
     by_label = {label: [o for o in results if o.strategy == label] for label in labels_of(results)}
-    rivals = [own for label, own in by_label.items() if strategy_of(label) in RIVALS]
+    rivals = [own for label, own in by_label.items() if _facts(label).role == BASELINE]
     notes = []
     for label, ours in by_label.items():
-        if strategy_of(label) != "cocofl":
+        if _facts(label).role != PROPOSED:
             continue
         measures = {
             metric: "",
@@ -228,8 +233,9 @@ def _lead(
     if not both:
         return None
     lead = _points(*(Spread.of([found[run] for run in both]) for found in (own, others)))
-    label, rival = theirs[0].strategy, strategy_of(theirs[0].strategy)
-    known = [collection.published.get((row, name, which)) for name in ("cocofl", rival)]
+    label = theirs[0].strategy
+    names = [strategy_of(results[0].strategy) for results in (ours, theirs)]
+    known = [collection.published.get((row, name, which)) for name in names]
     remarks = [f"paper {_points(*known)}"] if all(known) else []
     if len(both) < len(own):
         remarks.append(f"of seed {', '.join(str(seed) for seed, _ in both)} only")

@@ -1,6 +1,6 @@
 """A chain with a device axis: the devices of a round as one computation."""
 
-from cocofl.vector.cohort import Cohort, DeviceWork, Rows, Source
+from cocofl.vector.cohort import Cohort, DeviceWork, Rows, RuleMemory, Source
 from cocofl.vector.optimizer import Adam, Optimizer, Sgd
 from cocofl.vector.precision import PRECISIONS
 from cocofl.vector.program import Program
@@ -13,6 +13,7 @@ __all__ = [
     "Optimizer",
     "Program",
     "Rows",
+    "RuleMemory",
     "Sgd",
     "Source",
 ]

@@ -120,7 +120,7 @@ def _try_out(chain: BlockChain, inputs: tuple[Any, ...]) -> str | None:
         return f"it draws random numbers of its own ({key} differs between two tries)"
     for work, one, found in zip(works, alone, together, strict=True):
         if (key := _difference(one, found, begin, _TOLERANCES[work.variant])) is not None:
-            return f"{_OTHERWISE} (at {key}, blocks {work.span} trained)"
+            return f"{_OTHERWISE} (at {key}, blocks {work.blocks} trained)"
     return None
 
 
@@ -158,7 +158,7 @@ def _energy(outputs: Any, _labels: Tensor | None = None) -> Tensor:
 
 def _alone(chain: BlockChain, work: DeviceWork, inputs: tuple[Any, ...]) -> State:
     state = chain_state(chain)
-    net = freeze(chain, work.span, variant=work.variant, backend="reference", state=state).train()
+    net = freeze(chain, work.blocks, variant=work.variant, backend="reference", state=state).train()
     if work.variant == "qff":
         net.measure_scales()
     trained = [p for p in net.parameters() if p.requires_grad]

@@ -1,6 +1,6 @@
 """The devices of a round as one computation.
 
-A :class:`Cohort` has room for a number of devices and runs any devices, spans and variants in
+A :class:`Cohort` has room for a number of devices and runs any devices, blocks and variants in
 it: what differs between them are masks and numbers in its tensors, never the computation. So
 the step can be captured once as a CUDA graph and replayed for all rounds.
 """
@@ -21,8 +21,9 @@ from torch import Tensor
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting
 from cocofl.freeze import State
+from cocofl.local_rule import LocalRule, LocalStep
 from cocofl.numerics import HEADROOM
-from cocofl.span import Role, Span
+from cocofl.span import Blocks, Role, Span
 from cocofl.vector.folding import FoldedLayer, fold_layers
 from cocofl.vector.graphs import Graphs
 from cocofl.vector.instructions import Layer
@@ -32,7 +33,7 @@ from cocofl.vector.maps import Weights
 from cocofl.vector.optimizer import Optimizer, Sgd
 from cocofl.vector.precision import Precision
 from cocofl.vector.program import Program
-from cocofl.vector.rounding import RoundingPlan, RoundingTable, Tap
+from cocofl.vector.rounding import RoundingPlan, RoundingTable, Tap, region_ends
 from cocofl.vector.run import Roles, Run
 from cocofl.vector.slots import Slot
 from cocofl.vector.streams import Beside
@@ -47,7 +48,7 @@ Source = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 class DeviceWork(NamedTuple):
     """What one device does in a round."""
 
-    span: Span
+    blocks: Blocks
     variant: str
     lr: float
     state: int = 0
@@ -58,6 +59,8 @@ class DeviceWork(NamedTuple):
     """Whose scores count in its loss; None for all."""
     distillation: float = 0.0
     """Of the loss at a narrower level, the part that the network it holds decides, as a teacher."""
+    rule: LocalRule | None = None
+    """What is done to its gradients."""
 
 
 class Rows(NamedTuple):
@@ -106,6 +109,8 @@ class _Traits:
     """Whether norms take plain means over mini-batches, whatever their momentum."""
     masked: bool = False
     """Whether some scores do not count in the losses."""
+    rules: tuple[LocalRule, ...] = ()
+    """What is done to the gradients of some devices, in the order of their masks."""
 
 
 class Cohort:
@@ -141,6 +146,7 @@ class Cohort:
         self.parameters = rows(slots.parameters.size)
         self.statistics = rows(slots.statistics.size)
         self._remembered = self._optimizer.memory(self.parameters)
+        self._rules = _RuleRows(self.parameters)
         self._leaves = {
             slot: slot.of(self.parameters).detach().requires_grad_()
             for slot in slots.parameters.all()
@@ -168,6 +174,7 @@ class Cohort:
         self.losses = torch.zeros(d, dtype=torch.float64, device=self.on)
         self._beside = Beside() if self.on.type == "cuda" else None
         self._tables: dict[frozenset[Tap], RoundingTable] = {}
+        self._region_ends = frozenset[int]()
         self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
         self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
 
@@ -203,6 +210,11 @@ class Cohort:
                 seen.add(slot)
         return found | self._constants | self._scales_of(rows.scales[index])
 
+    @property
+    def n_levels(self) -> int:
+        """How many narrower networks it knows."""
+        return 0 if self.levels is None else self.levels.count
+
     def add_level(self, factors: Tensor, channels: Mapping[str, int]) -> int:
         """A narrower network, as factors on the places of a row of parameters; its number.
 
@@ -233,17 +245,26 @@ class Cohort:
         slots, sent = self.program.slots, State()
         for kind, own in ((slots.parameters, rows.parameters), (slots.statistics, rows.statistics)):
             for key, slot in kind.by_key.items():
-                if slot.block in work.span:
+                if slot.block in work.blocks:
                     sent[key] = slot.of(own)[0].clone()
         for key, block in slots.constants.items():
-            if block in work.span:
+            if block in work.blocks:
                 sent[key] = self._constants[key].clone()
         return sent | self._scales_of(rows.scales[0])
+
+    def statistics_at(self, levels: Sequence[int], device: int) -> dict[int, Tensor]:
+        """By level, the statistics of a device's narrower networks; until the next training."""
+        assert self.levels is not None or not levels
+        return {at: self.levels.statistics[device, at] for at in levels if self.levels is not None}
+
+    def remembered(self, device: int) -> dict[str, Tensor]:
+        """What the rule of a device's work lets it remember, as rows; until the next training."""
+        return {name: rows[device] for name, rows in self._rules.kept.items()}
 
     def needs_two_samples(self, work: DeviceWork) -> bool:
         """Whether a mini-batch of one sample would leave a norm without a variance."""
         return any(
-            work.variant == "f" or one.block in work.span or (one.norm and one.norm.mean is None)
+            work.variant == "f" or one.block in work.blocks or (one.norm and one.norm.mean is None)
             for one in self.program.lone_norms
         )
 
@@ -257,14 +278,17 @@ class Cohort:
         indices: NDArray[np.int64],
         valid: NDArray[np.int64],
         levels: tuple[NDArray[np.int64], Tensor] | None = None,
+        memories: Sequence[RuleMemory] = (),
     ) -> None:
         """Train all devices on their mini-batches: (step, device, sample) and (step, device).
 
         ``known`` are the scales that each state has. There may be fewer works than room. With
         ``levels`` each step is taken at one of the narrower networks or the whole one: at which,
         (step, device), and the statistics that the narrower begin with, (device, level, place).
+        ``memories`` are what the rules of the works read, by device.
         """
         traits = self._begin(states, known, works)
+        traits = replace(traits, rules=self._rules.begin(self.parameters, works, memories))
         room = self.devices - len(works)
         traits = replace(
             traits,
@@ -290,8 +314,9 @@ class Cohort:
                 self.levels.go_to(step)
             measures = bool(finishing[step].any())
             self._graphs.run((traits, measures), partial(self._step, traits, measures, modes, host))
-        taken = np.maximum((counts > 0).sum(0), 1)
-        self.losses /= torch.from_numpy(taken).to(self.on)
+        taken = torch.from_numpy(np.maximum((counts > 0).sum(0), 1)).to(self.on)
+        self.losses /= taken
+        self._rules.end(traits.rules, self.parameters, self._lr, taken, self._learns)
 
     def _mark_present(self, works: Sequence[DeviceWork]) -> None:
         present = torch.ones(self._present.shape)
@@ -368,7 +393,7 @@ class Cohort:
 
     def _rounds(self, work: DeviceWork) -> bool:
         """Whether a device rounds anything at all."""
-        return work.variant == "qff" and len(work.span) < self.program.n_blocks
+        return work.variant == "qff" and len(work.blocks) < self.program.n_blocks
 
     def _begin_rounding(
         self,
@@ -384,14 +409,16 @@ class Cohort:
             # In the first rounds new scales become known every time. One computation that can
             # scale anything on the fly serves them all, so that not each has to be captured.
             settled = (frozenset(), frozenset(self.program.sites.keys), *settled)
-        possible = [rounder.possible(one) for one in settled]
+        for work in works:
+            self._region_ends |= region_ends(work.blocks, self.program.n_blocks)
+        possible = [rounder.possible(one, self._region_ends) for one in settled]
         taps = frozenset[Tap]().union(*(taps for taps, _ in possible))
         on_the_fly = frozenset[Tap]().union(*(fly for _, fly in possible))
         if taps not in self._tables:
             self._tables[taps] = RoundingTable(taps, self.devices, self.on, self.program.sites)
         table = self._tables[taps]
         plans = [
-            table.plan(rounder, work.span if work.variant == "qff" else None, known[work.state])
+            table.plan(rounder, work.blocks if work.variant == "qff" else None, known[work.state])
             for work in works
         ]
         of_device = torch.tensor([work.state for work in works], device=self.on)
@@ -428,6 +455,9 @@ class Cohort:
             self.levels.settle_held()
             gradients += self._flat(slots, found[len(slots) :])
         self.losses += torch.where(self._valid > 0, losses.detach().double(), 0.0)
+        gradients = self._rules.corrected(
+            traits.rules, gradients, self.parameters, self._lr, self._steps_done
+        )
         self._optimizer.step(
             self.parameters, gradients, self._remembered, self._lr, self._learns, self._valid
         )
@@ -505,6 +535,91 @@ class Cohort:
             measured=self.measured if measures else None,
             places=self.program.sites.place,
             measures=self._last if measures else None,
+        )
+
+
+class RuleMemory(NamedTuple):
+    """What a rule reads on one device, by name: rows of parameters."""
+
+    server: Mapping[str, Tensor]
+    device: Mapping[str, Tensor]
+
+
+class _RuleRows:
+    """What rules of local training read and write, in tensors that stay where they are."""
+
+    def __init__(self, parameters: Tensor) -> None:
+        self._like = parameters
+        self._start: Tensor | None = None
+        self._masks: dict[LocalRule, Tensor] = {}
+        self._server: dict[str, Tensor] = {}
+        self._device: dict[str, Tensor] = {}
+        self.kept: dict[str, Tensor] = {}
+
+    def begin(
+        self, start: Tensor, works: Sequence[DeviceWork], memories: Sequence[RuleMemory]
+    ) -> tuple[LocalRule, ...]:
+        """Set up a round; the rules that some device has."""
+        rules = tuple(dict.fromkeys(work.rule for work in works if work.rule is not None))
+        self.kept = {}
+        if not rules:
+            return rules
+        if self._start is None:
+            self._start = torch.empty_like(start)
+        self._start.copy_(start)
+        for rule in rules:
+            has_it = torch.tensor([work.rule == rule for work in works], device=start.device)
+            mask = self._masks.setdefault(rule, has_it.new_zeros(len(start), 1))
+            mask.zero_()
+            mask[: len(works), 0] = has_it
+            for names, kind in ((rule.server_memory, "server"), (rule.device_memory, "device")):
+                for name in names:
+                    self._fill(kind, name, [getattr(memory, kind) for memory in memories])
+        return rules
+
+    def _fill(self, kind: str, name: str, memories: Sequence[Mapping[str, Tensor]]) -> None:
+        rows = (self._server if kind == "server" else self._device).setdefault(
+            name, torch.zeros_like(self._like)
+        )
+        rows.zero_()
+        for row, memory in zip(rows, memories, strict=False):
+            if name in memory:
+                row.copy_(memory[name])
+
+    def corrected(
+        self,
+        rules: Sequence[LocalRule],
+        gradients: Tensor,
+        parameters: Tensor,
+        lr: Tensor,
+        steps: Tensor,
+    ) -> Tensor:
+        """The gradients that devices go by."""
+        for rule in rules:
+            step = self._step(gradients, parameters, lr, steps)
+            gradients = torch.where(self._masks[rule], rule.correct(step), gradients)
+        return gradients
+
+    def end(
+        self,
+        rules: Sequence[LocalRule],
+        parameters: Tensor,
+        lr: Tensor,
+        steps: Tensor,
+        learns: Tensor,
+    ) -> None:
+        """Let devices remember; of what they did not train, what they knew."""
+        for rule in rules:
+            end = self._step(torch.zeros_like(parameters), parameters, lr, steps)
+            for name, value in rule.remember(end).items():
+                before = self.kept.get(name, self._device[name])
+                self.kept[name] = torch.where(self._masks[rule] & learns, value, before)
+
+    def _step(self, gradients: Tensor, parameters: Tensor, lr: Tensor, steps: Tensor) -> LocalStep:
+        assert self._start is not None
+        columns = lr[:, None], steps.to(parameters.dtype)[:, None]
+        return LocalStep(
+            parameters, self._start, gradients, *columns, server=self._server, device=self._device
         )
 
 
@@ -631,11 +746,9 @@ def _channels(*slots: Slot | None) -> int:
 
 def _role_masks(works: Sequence[DeviceWork], n_blocks: int) -> dict[str, NDArray[np.bool_]]:
     """The fields of :class:`Roles`, by block and device."""
-    blocks = np.arange(n_blocks)[:, None]
-    starts, stops = (np.array([getattr(w.span, end) for w in works]) for end in ("start", "stop"))
+    roles = np.array([[r.value for r in work.blocks.roles(n_blocks)] for work in works]).T
+    trained, reached = roles == Role.TRAINED.value, roles != Role.FROZEN.value
     variants = np.array([work.variant for work in works])
-    reached = blocks >= starts
-    trained = reached & (blocks < stops)
     return {
         "trained": trained,
         "reached": reached,
@@ -648,7 +761,7 @@ def _modes(works: Sequence[DeviceWork], n_blocks: int, room: int) -> list[list[s
     """How blocks that run device by device are set: trained, with still statistics, or frozen."""
 
     def mode(work: DeviceWork, block: int) -> str:
-        if work.span.role(block) is Role.TRAINED:
+        if work.blocks.role(block) is Role.TRAINED:
             return "trained"
         return "still" if work.variant == "f" else "frozen"
 

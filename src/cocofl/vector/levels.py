@@ -42,7 +42,9 @@ class Levels:
 
     def __init__(self, program: Program, devices: int, like: Tensor) -> None:
         """``like`` are the parameters of all devices."""
-        slots, self._count, capacity = program.slots, 0, _CAPACITY
+        slots, capacity = program.slots, _CAPACITY
+        self.count = 0
+        """How many there are."""
         # The last row stays: WHOLE.
         self._factors = like.new_ones(capacity, slots.parameters.size)
         whole = torch.tensor([*program.channels.values()], dtype=torch.int32, device=like.device)
@@ -68,7 +70,7 @@ class Levels:
     @property
     def is_full(self) -> bool:
         """Whether one more needs other memory than captured steps know."""
-        return self._count == len(self._factors) - 1
+        return self.count == len(self._factors) - 1
 
     def add(self, factors: Tensor, channels: Mapping[str, int]) -> int:
         """A narrower network by its factors and its values' channels; the number of its level."""
@@ -78,11 +80,11 @@ class Levels:
             self._channels = torch.cat([self._channels, whole])
             self.statistics = torch.cat([self.statistics, torch.zeros_like(self.statistics)], 1)
             self._steps_done = torch.cat([self._steps_done, torch.zeros_like(self._steps_done)], 1)
-        self._factors[self._count] = factors
+        self._factors[self.count] = factors
         for value, n in channels.items():
-            self._channels[self._count, self._values.index(value)] = n
-        self._count += 1
-        return self._count - 1
+            self._channels[self.count, self._values.index(value)] = n
+        self.count += 1
+        return self.count - 1
 
     def there(self, levels: Sequence[int | None]) -> Tensor:
         """By device and place, whether its network has it; None for the whole network."""

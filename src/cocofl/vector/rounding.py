@@ -1,14 +1,14 @@
 """Where each device of a cohort rounds to int8, and to which grid.
 
 A *tap* is a place of the shared computation where a value or a gradient may be rounded. Which of
-a chain's taps a device uses depends on its span: on the frozen blocks before it and on the
-passing blocks after it, each of which :func:`~cocofl.freeze.speech.roundings` knows. Devices
-with different spans differ in numbers only, so they share one computation.
+a chain's taps a device uses depends on the blocks it trains: on the frozen region before them and
+on the passing regions after them, each of which :func:`~cocofl.freeze.speech.roundings` knows.
+Devices that train other blocks differ in numbers only, so they share one computation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from cocofl.freeze.lowering import LoweredBlock, NodeOp, ValueName
 from cocofl.freeze.net import region_borders
 from cocofl.freeze.speech import Rounding, Roundings, roundings
 from cocofl.numerics import StackedGrid, stacked_grid
-from cocofl.span import Span
+from cocofl.span import Blocks, Role
 from cocofl.vector.fused import kernels_for
 
 
@@ -48,8 +48,14 @@ class Sites:
         self.place = {key: i for i, key in enumerate(self.keys)}
 
 
+def region_ends(blocks: Blocks, n_blocks: int) -> frozenset[int]:
+    """The blocks before which regions that pass gradients end."""
+    regions = blocks.regions(n_blocks)
+    return frozenset(region.blocks.stop for region in regions if region.role is Role.PASSING)
+
+
 class Rounder:
-    """The taps of a chain under every span."""
+    """The taps of a chain, whatever blocks are trained."""
 
     def __init__(self, chain: BlockChain, lowered: Sequence[LoweredBlock], sites: Sites) -> None:
         self._chain, self._lowered, self._sites = chain, tuple(lowered), sites
@@ -60,25 +66,38 @@ class Rounder:
         self.possible = cache(self._possible_taps)
         self.widest = cache(self._most_scales)
 
-    def _taps_under(self, span: Span, known: frozenset[str]) -> Taps:
-        """What a ``qff`` device with this span rounds, if the server knows these scales."""
-        before = self._region(range(span.start), False, known)
-        return before | self._region(range(span.stop, len(self._chain)), True, known)
+    def _taps_under(self, blocks: Blocks, known: frozenset[str]) -> Taps:
+        """What a ``qff`` device that trains these rounds, if the server knows these scales."""
+        found: Taps = {}
+        for region, role in blocks.regions(len(self._chain)):
+            if role is not Role.TRAINED:
+                found |= self._region(region, role is Role.PASSING, known)
+        return found
 
-    def _possible_taps(self, known: frozenset[str]) -> tuple[frozenset[Tap], frozenset[Tap]]:
-        """The taps that some span uses, and those that some span scales on the fly."""
-        n = len(self._chain)
-        spans = [Span(0, i) for i in range(1, n + 1)] + [Span(i, n) for i in range(n)]
-        found = [item for span in spans for item in self.taps(span, known).items()]
+    def _possible_taps(
+        self, known: frozenset[str], ends: frozenset[int]
+    ) -> tuple[frozenset[Tap], frozenset[Tap]]:
+        """The taps that some device uses, and those that some device scales on the fly.
+
+        ``ends`` are where regions end beside the chain's own end.
+        """
+        found = [item for taps in self._regions(known, ends) for item in taps.items()]
         on_the_fly = frozenset(tap for tap, rounding in found if not rounding.keys)
         return frozenset(tap for tap, _ in found), on_the_fly
 
     def _most_scales(self) -> int:
         """The most scales that can make one grid."""
-        everything, n = frozenset(self._sites.keys), len(self._chain)
-        spans = [Span(0, i) for i in range(1, n + 1)] + [Span(i, n) for i in range(n)]
-        counts = (len(r.keys) for span in spans for r in self.taps(span, everything).values())
+        regions = self._regions(frozenset(self._sites.keys), frozenset())
+        counts = (len(rounding.keys) for taps in regions for rounding in taps.values())
         return max(1, max(counts, default=1))
+
+    def _regions(self, known: frozenset[str], ends: frozenset[int]) -> Iterator[Taps]:
+        """The taps of each region that a device may have."""
+        n = len(self._chain)
+        for border in range(1, n):
+            yield self._region(range(border), False, known)
+            for end in {n, *ends}:
+                yield self._region(range(border, end), True, known)
 
     def _taps_of(self, blocks: range, passing: bool, known: frozenset[str]) -> Taps:
         if not blocks:
@@ -172,9 +191,11 @@ class RoundingTable:
         self.on_the_fly = torch.zeros(shape, dtype=torch.bool, device=on)
         self.unsigned = torch.zeros(shape, dtype=torch.bool, device=on)
 
-    def _plan_of(self, rounder: Rounder, span: Span | None, known: frozenset[str]) -> RoundingPlan:
-        """One device's plan; nothing is rounded where there is no span."""
-        taps = {} if span is None else rounder.taps(span, known)
+    def _plan_of(
+        self, rounder: Rounder, blocks: Blocks | None, known: frozenset[str]
+    ) -> RoundingPlan:
+        """One device's plan; nothing is rounded where no blocks are given."""
+        taps = {} if blocks is None else rounder.taps(blocks, known)
         return RoundingPlan.of(taps, self.order, self._sites.place, rounder.widest())
 
     def fill(self, plan: RoundingPlan, scales: Tensor, headroom: float) -> None:

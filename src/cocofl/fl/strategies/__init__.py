@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from cocofl.fl.strategies.base import Merge, Plan, Strategy, Tables
+from cocofl.errors import InvalidExperiment
+from cocofl.fl.strategies.base import Plan, Strategy, Tables
 from cocofl.fl.strategies.cocofl import cocofl
+from cocofl.fl.strategies.facts import StrategyFacts, declared_by, declares, read_facts
 from cocofl.fl.strategies.fedavg import centralized, fedavg, fedavg_full
 from cocofl.fl.strategies.fjord import fjord
 from cocofl.fl.strategies.heterofl import heterofl
+from cocofl.named import lookup
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "cocofl": cocofl,
@@ -19,4 +23,32 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "centralized": centralized,
 }
 
-__all__ = ["STRATEGIES", "Merge", "Plan", "Strategy", "Tables"]
+NEEDS_NOTHING = "fedavg-full"
+"""Needs no table and no budget: for who has a network to test, and nothing to train."""
+
+
+def facts_of(name: str) -> StrategyFacts:
+    """The facts of a strategy by name; one of the user's own is imported."""
+    return declared_by(lookup(name, STRATEGIES, "strategy", InvalidExperiment))
+
+
+def recorded_facts(name: str, content: Any = None) -> StrategyFacts:
+    """The facts of a strategy that a file names: what a file says is never imported.
+
+    >>> recorded_facts("heterofl").tables, recorded_facts("my.module:strategy").role
+    ('widths', 'baseline')
+    """
+    return declared_by(STRATEGIES[name]) if name in STRATEGIES else read_facts(content)
+
+
+__all__ = [
+    "NEEDS_NOTHING",
+    "STRATEGIES",
+    "Plan",
+    "Strategy",
+    "StrategyFacts",
+    "Tables",
+    "declares",
+    "facts_of",
+    "recorded_facts",
+]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
-
-from torch import Tensor
 
 from cocofl.budget import Budget
 from cocofl.fl.federation import Situation
 from cocofl.fl.local import Work
-from cocofl.fl.merge import Contribution, Places, State
+from cocofl.fl.merge import Merge
 from cocofl.profiling.table import Configuration, ProfileTable
 
 
@@ -23,12 +21,9 @@ class Plan:
     time: float
 
 
-Merge = Callable[[Mapping[str, Tensor], Iterable[Contribution], Places], State]
-
-
 @dataclass(frozen=True)
 class Strategy:
-    """Two pure functions, and a few facts about them."""
+    """How devices plan, how the server merges, and a few facts about both."""
 
     plan: Callable[[Situation], Plan | None]
     """None where nothing fits the device's budget."""
@@ -39,8 +34,6 @@ class Strategy:
     """Whether devices send norm statistics; else they are measured before an evaluation."""
     integers: bool = False
     """Whether devices compute frozen blocks in int8, for which kernels have to be chosen."""
-    central: bool = False
-    """Whether all data is in one place: one device has everything, in a tenth of the rounds."""
 
 
 class Tables(Protocol):

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from cocofl.errors import InvalidSetting
 from cocofl.fl.federation import Situation
-from cocofl.fl.merge import merge
+from cocofl.fl.merge import Mean
 from cocofl.fl.select import OVER, SELECTORS, feasible, select
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
+from cocofl.fl.strategies.facts import PROPOSED, SPANS, StrategyFacts, declares
 from cocofl.freeze import VARIANTS
 
 
+@declares(
+    StrategyFacts(
+        label="CoCoFL",
+        citation="Pfeiffer et al., TMLR 2023",
+        role=PROPOSED,
+        tables=SPANS,
+        colour="#0072B2",
+        order=3,
+    )
+)
 def cocofl(
     tables: Tables,
     *,
@@ -50,4 +61,4 @@ def cocofl(
         )
         return Plan(SpanWork(span, variant), time_share(table, [span], situation.budget))
 
-    return Strategy(plan, merge, integers=variant == "qff")
+    return Strategy(plan, Mean("everyone"), integers=variant == "qff")

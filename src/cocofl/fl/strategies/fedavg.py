@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from cocofl.fl.federation import Situation
-from cocofl.fl.merge import merge
+from cocofl.fl.merge import Mean
 from cocofl.fl.select import feasible
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
+from cocofl.fl.strategies.facts import FULL_TRAINING, UPPER_BOUND, StrategyFacts, declares
 from cocofl.span import Span
 
+CITATION = "McMahan et al., AISTATS 2017"
 
+
+@declares(
+    StrategyFacts(
+        label="FedAvg", citation=CITATION, tables=FULL_TRAINING, colour="#E69F00", order=6
+    )
+)
 def fedavg(tables: Tables) -> Strategy:
     """Asks only devices that can train everything in time; the data of the others is lost."""
     table, full = tables.spans(), Span(0, tables.n_blocks)
@@ -20,9 +28,18 @@ def fedavg(tables: Tables) -> Strategy:
             return None
         return Plan(work, time_share(table, [full], situation.budget))
 
-    return Strategy(plan, merge, only_able=True)
+    return Strategy(plan, Mean("everyone"), only_able=True)
 
 
+@declares(
+    StrategyFacts(
+        label="FedAvg without limits",
+        citation=CITATION,
+        role=UPPER_BOUND,
+        colour="#009E73",
+        order=2,
+    )
+)
 def fedavg_full(tables: Tables) -> Strategy:
     """All devices train everything, whatever their budgets say: an upper bound, not a rival."""
     work = SpanWork(Span(0, tables.n_blocks), variant="f")
@@ -30,9 +47,19 @@ def fedavg_full(tables: Tables) -> Strategy:
     def plan(_situation: Situation) -> Plan | None:
         return Plan(work, 1.0)
 
-    return Strategy(plan, merge)
+    return Strategy(plan, Mean("everyone"))
 
 
+@declares(
+    StrategyFacts(
+        label="centralized training",
+        role=UPPER_BOUND,
+        uploads="",
+        all_data_in_one_place=True,
+        colour="#6B7280",
+        order=1,
+    )
+)
 def centralized(tables: Tables) -> Strategy:
     """Ordinary training on all data: an epoch stands for ten rounds, as in the paper."""
     work = SpanWork(Span(0, tables.n_blocks), variant="f")
@@ -40,4 +67,4 @@ def centralized(tables: Tables) -> Strategy:
     def plan(_situation: Situation) -> Plan | None:
         return Plan(work, 1.0)
 
-    return Strategy(plan, merge, central=True)
+    return Strategy(plan, Mean("everyone"))

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from cocofl.errors import InvalidSetting
 from cocofl.fl.federation import Situation
-from cocofl.fl.merge import merge_nested
+from cocofl.fl.merge import Mean
 from cocofl.fl.select import feasible_widths
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
+from cocofl.fl.strategies.facts import SLICES, StrategyFacts, declares
+from cocofl.fl.strategies.facts import WIDTHS as WIDTH_TABLE
 from cocofl.fl.strategies.heterofl import TEXT_WIDTHS
 from cocofl.fl.widths import OrderedWork
 
 WIDTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 
 
+@declares(
+    StrategyFacts(
+        label="FjORD",
+        citation="Horváth et al., NeurIPS 2021",
+        tables=WIDTH_TABLE,
+        uploads=SLICES,
+        colour="#CC79A7",
+        order=5,
+    )
+)
 def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
     """Of five widths those that fit; ``distillation`` is the teacher's share of the loss.
 
@@ -34,4 +46,4 @@ def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
         # A device must be able to train at its widest; on average it is faster.
         return Plan(OrderedWork(widths, distillation), time_share(table, widths, situation.budget))
 
-    return Strategy(plan, merge_nested)
+    return Strategy(plan, Mean("senders"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import warnings
+from functools import cache
 
 import torch
 
@@ -11,6 +13,7 @@ from cocofl.freeze.kernels.base import Geometry, Kernel, LinearMap, Prepared
 from cocofl.freeze.kernels.floating import BFLOAT16, REFERENCE
 from cocofl.freeze.kernels.legacy import FBGEMM, NATIVE, QNNPACK
 from cocofl.freeze.kernels.onednn import ONEDNN
+from cocofl.numerics import Codes, Grid, QuantizedWeight
 
 __all__ = [
     "KERNELS",
@@ -21,7 +24,9 @@ __all__ = [
     "Prepared",
     "available",
     "kernel",
+    "leave_out",
     "safe_weight_bits",
+    "why_not",
 ]
 
 KERNELS = {k.name: k for k in (REFERENCE, BFLOAT16, ONEDNN, FBGEMM, QNNPACK)}
@@ -32,7 +37,7 @@ def kernel(name: str) -> Kernel:
     chosen = NATIVE if name == "legacy" else KERNELS.get(name)
     if chosen is None:
         raise KernelMissing(f"there is no kernel {name!r}; known are {', '.join(KERNELS)}")
-    if reason := chosen.missing():
+    if reason := why_not(chosen):
         raise KernelMissing(f"kernel {name!r} cannot run here: {reason}. Use backend='auto'.")
     return chosen
 
@@ -41,7 +46,34 @@ def available(device: torch.device) -> list[Kernel]:
     """The kernels that tensors on ``device`` can run with, the reference first."""
     if device.type != "cpu":
         return [REFERENCE, BFLOAT16]
-    return [k for k in KERNELS.values() if k.missing() is None]
+    return [k for k in KERNELS.values() if why_not(k) is None]
+
+
+def why_not(chosen: Kernel) -> str | None:
+    """Why a kernel cannot run here, or None: tried, since PyTorch lists some that cannot."""
+    return chosen.missing() or _fails(chosen)
+
+
+@cache
+def _fails(chosen: Kernel) -> str | None:
+    try:
+        for shape, geometry in (((2, 8), None), ((2, 8, 4, 4), Geometry())):
+            codes = torch.ones(8, 8, *[1] * (len(shape) - 2), dtype=torch.int8)
+            weight = QuantizedWeight(codes, torch.ones(8))
+            run = chosen.prepare(LinearMap(weight, None, geometry, False, 0, shape))
+            run(Codes(torch.ones(shape, dtype=torch.uint8), Grid(1.0, 0)), Grid(1.0, 0), None)
+    except Exception as error:  # whatever it is, the others can do the work
+        return leave_out(chosen.name, f"{type(error).__name__}: {error}")
+    return None
+
+
+@cache
+def leave_out(name: str, reason: str) -> str:
+    """Say, once, that a kernel is not used, and why."""
+    warnings.warn(
+        f"kernel {name!r} is left out where it fails: {reason}", RuntimeWarning, stacklevel=3
+    )
+    return reason
 
 
 def safe_weight_bits() -> int:

@@ -92,10 +92,14 @@ def _before_adding(out: Grid, addend: Codes | Tensor) -> Grid:
     return Grid(scale, round(-low / scale))
 
 
+_IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
+
+
 def _missing(engine: str) -> str | None:
-    if engine in torch.backends.quantized.supported_engines:
-        return None
-    return f"this build of PyTorch has no {engine}"
+    if engine not in torch.backends.quantized.supported_engines:
+        return f"this build of PyTorch has no {engine}"
+    # PyTorch lists it for ARM, too, where it raises.
+    return "fbgemm is for x86 only" if engine == "fbgemm" and not _IS_X86 else None
 
 
 FBGEMM = Kernel(
@@ -104,4 +108,4 @@ FBGEMM = Kernel(
 QNNPACK = Kernel(
     "legacy-qnnpack", lambda m: _prepare(m, "qnnpack"), lambda: _missing("qnnpack"), integer=True
 )
-NATIVE = FBGEMM if platform.machine().lower() in {"x86_64", "amd64"} else QNNPACK
+NATIVE = FBGEMM if _IS_X86 else QNNPACK

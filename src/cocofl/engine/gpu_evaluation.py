@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cocofl.engine.resident import ResidentSplit
+from cocofl.engine.gpu_data import GpuSplit
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import norms_of
-from cocofl.fl.merge import SCALE_PREFIX
+from cocofl.fl.metrics import Sums, Tally
+from cocofl.fl.state import ServerState, is_scale
 from cocofl.vector.graphs import Graphs
 from cocofl.vector.precision import Precision
 
 
-class Examiner:
+class GpuEvaluator:
     """A model and test data that stay on a device, so that testing can be captured as well."""
 
     def __init__(
         self,
         model: nn.Module,
-        tests: ResidentSplit,
+        tests: GpuSplit,
         on: torch.device,
         precision: Precision,
+        tally: Tally,
         *,
         capture: bool,
     ) -> None:
@@ -37,18 +37,18 @@ class Examiner:
         self._tests, self._on, self._precision = tests, on, precision
         self._graphs = Graphs(capture and on.type == "cuda")
         self._chunks: dict[int, Tensor] = {}  # by their length, where captured tests find them
-        self._counts = torch.zeros(tests.classes**2, dtype=torch.long, device=on)
+        self._tally, self._sums = tally, list[Tensor]()
 
-    def confusion(
-        self, state: Mapping[str, Tensor], chunks: Sequence[Ints], statistics: str
-    ) -> NDArray[np.int64]:
-        """How often each true class (row) was taken for each class (column)."""
-        own = {key: t for key, t in state.items() if not key.startswith(SCALE_PREFIX)}
+    def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
+        """The sums of the metrics over chunks of the test data."""
+        tensors = state.layout.by_key(state.parts).items()
+        own = {key: tensor for key, tensor in tensors if not is_scale(key)}
         self._model.load_state_dict(own, strict=False)
         for norm in norms_of(self._model):
             norm.train(statistics == "batch")
             norm.momentum = 0.0
-        self._counts.zero_()
+        for total in self._sums:
+            total.zero_()
         for chunk in chunks:
             if len(chunk) not in self._chunks:
                 self._chunks[len(chunk)] = torch.empty(
@@ -56,14 +56,16 @@ class Examiner:
                 )
             place = self._chunks[len(chunk)]
             place.copy_(torch.from_numpy(chunk))
-            self._graphs.run((len(chunk), statistics), partial(self._count, place))
-        found: NDArray[np.int64] = self._counts.view([self._tests.classes] * 2).cpu().numpy()
-        return found
+            if not self._sums:  # not within a captured computation, whose memory is its own
+                self._sums = [torch.zeros_like(part) for part in self._look(place)]
+            self._graphs.run((len(chunk), statistics), partial(self._add, place))
+        return [total.cpu().numpy() for total in self._sums]
 
-    def _count(self, indices: Tensor) -> None:
-        classes = self._tests.classes
+    def _add(self, indices: Tensor) -> None:
+        for total, part in zip(self._sums, self._look(indices), strict=True):
+            total.add_(part)
+
+    def _look(self, indices: Tensor) -> list[Tensor]:
         with torch.no_grad(), self._precision.active():
             inputs, labels = self._tests(indices)
-            guesses = self._model(*inputs).flatten(0, -2)[:, :classes].argmax(1)
-            cells = labels.flatten() * classes + guesses
-            self._counts.scatter_add_(0, cells, torch.ones_like(cells))
+            return self._tally.sums(self._model(*inputs), labels)

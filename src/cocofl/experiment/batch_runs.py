@@ -10,19 +10,12 @@ from typing import Any
 from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
-from cocofl.engine.rounds import Watcher, run_together
+from cocofl.engine.rounds import Watcher, run
 from cocofl.errors import InvalidExperiment
-from cocofl.experiment import (
-    Run,
-    Setup,
-    engine_kind,
-    load_data,
-    machine_plan,
-    make_executor,
-    open_folder,
-    rounds_of,
-    simulate,
-)
+from cocofl.experiment.engines import engine_kind, machine_plan, make_executor
+from cocofl.experiment.runs import Run, open_folder, simulate
+from cocofl.experiment.setup import Setup, load_data, rounds_of
+from cocofl.fl.strategies import facts_of
 
 DEVICES_AT_ONCE = 40
 """More gain little (docs/cohort.md), and the more runs share a GPU, the later the first ends."""
@@ -35,7 +28,7 @@ Announce = Callable[[Sequence[Path], int], None]
 """Is told which folders' runs begin, and how many rounds the first has."""
 
 
-def simulate_together(
+def simulate_batch(
     experiments: Mapping[Path, Experiment],
     *,
     resume: bool = False,
@@ -57,7 +50,9 @@ def simulate_together(
     own = executor or make_executor(first)
     found: dict[Path, Run] = {}
     try:
-        for some in groups(experiments) if isinstance(own, CohortExecutor) else _each(experiments):
+        for some in (
+            batch_groups(experiments) if isinstance(own, CohortExecutor) else _each(experiments)
+        ):
             announce(list(some), rounds_of(next(iter(some.values()))))
             if len(some) > 1:
                 assert isinstance(own, CohortExecutor)
@@ -83,7 +78,7 @@ def in_short(names: Sequence[str]) -> str:
     return f"{first} and {len(others)} more" if others else first
 
 
-def groups(experiments: Mapping[Path, Experiment]) -> list[dict[Path, Experiment]]:
+def batch_groups(experiments: Mapping[Path, Experiment]) -> list[dict[Path, Experiment]]:
     """Which of them a cohort plays at once: never more than ``DEVICES_AT_ONCE`` devices."""
     found: list[dict[Path, Experiment]] = []
     for path, one in experiments.items():
@@ -107,7 +102,7 @@ def _common_ground(experiment: Experiment) -> dict[str, Any]:
     values = experiment.by_key().items()
     common = {key: v for key, v in values if key.startswith(_COMMON) and key not in _OWN}
     # Who has all data has many times the mini-batches: everybody else would wait.
-    return common | {"central": experiment.strategy.name == "centralized"}
+    return common | {"central": facts_of(experiment.strategy.name).all_data_in_one_place}
 
 
 def _play_at_once(
@@ -128,5 +123,5 @@ def _play_at_once(
         for folder, setup in zip(folders, setups, strict=True):
             if not folder.is_complete:
                 folder.write_about(setup.about() | {"together": list(map(str, experiments))})
-        run_together(list(zip(jobs, folders, strict=True)), executor, machine_plan(), watchers)
+        run(list(zip(jobs, folders, strict=True)), executor, machine_plan(), watchers)
     return {folder.path: Run(folder) for folder in folders}

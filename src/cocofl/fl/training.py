@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidSetting
+from cocofl.fl.batches import LAST_BATCH, n_batches
 from cocofl.named import lookup
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -30,17 +33,46 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Local training: mini-batches, optimizer, loss. The defaults are the paper's."""
+class Training:
+    """The section ``[training]`` of an experiment: local training, and its rate over the rounds."""
 
     epochs: int = 1
     batch: int = 32
     last_batch: str = "keep"
     optimizer: str = "sgd"
+    lr: float = 0.1
     momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip: float | None = None
+    weight_decay: float = 0.001
+    decay_rounds: tuple[int, ...] = ()
+    decay_factor: float = 0.1
+    clip: float = math.inf
     loss: str = "cross_entropy"
+
+    def __post_init__(self) -> None:
+        check_number("training.epochs", self.epochs, least=1)
+        check_number("training.batch", self.batch, least=1)
+        check_number("training.lr", self.lr, above=0)
+        check_number("training.momentum", self.momentum, least=0, below=1)
+        check_number("training.weight_decay", self.weight_decay, least=0)
+        check_number("training.decay_factor", self.decay_factor, above=0)
+        check_number("training.clip", self.clip, above=0, finite=False)
+        check_choice("training.last_batch", self.last_batch, LAST_BATCH)
+        for value in self.decay_rounds:
+            check_number("training.decay_rounds", value, least=1)
+
+    def lr_at(self, round_index: int) -> float:
+        """The learning rate of a round: multiplied by a factor at some of them.
+
+        >>> training = Training(lr=1.0, decay_rounds=(2,), decay_factor=0.5)
+        >>> [training.lr_at(r) for r in range(4)]
+        [1.0, 1.0, 0.5, 0.5]
+        """
+        passed = sum(round_index >= decay for decay in self.decay_rounds)
+        return self.lr * self.decay_factor**passed
+
+    def steps(self, n_samples: int) -> int:
+        """How many steps a device with so many samples takes in a round."""
+        return self.epochs * n_batches(n_samples, self.batch, self.last_batch)
 
     def loss_function(self) -> Loss:
         """The loss by its name, or the user's own."""
@@ -50,14 +82,20 @@ class Recipe:
         """The optimizer by its name, or the user's own."""
         return lookup(self.optimizer, OPTIMIZERS, "optimizer", InvalidSetting)
 
-    def check(self) -> None:
+    def check_optimizer(self) -> None:
         """Complain about an optimizer that is unknown or cannot take these settings."""
         self._optimizer([nn.Parameter(torch.zeros(1))], lr=0.1)
 
     def descend(
-        self, parameters: Iterable[nn.Parameter], losses: Iterator[Tensor], lr: float
+        self,
+        parameters: Iterable[nn.Parameter],
+        losses: Iterator[Tensor],
+        lr: float,
+        correct: Callable[[], None] | None = None,
     ) -> float:
         """Take a step for each loss, which is computed only when its turn comes; their mean.
+
+        ``correct`` may change the gradients of each step before anything is done with them.
 
         No gradient lives longer than its step, so that a device's peak is that of one step.
         """
@@ -67,7 +105,9 @@ class Recipe:
         for loss in losses:
             optimizer.zero_grad()
             loss.backward()
-            if self.clip is not None:
+            if correct is not None:
+                correct()
+            if self.clip < math.inf:
                 nn.utils.clip_grad_norm_(trained, self.clip)
             optimizer.step()
             total, count = total + float(loss.detach()), count + 1

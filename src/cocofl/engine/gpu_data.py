@@ -9,7 +9,7 @@ from torch import Tensor
 from cocofl.data import Split
 
 
-class ResidentSplit:
+class GpuSplit:
     """A split's samples on a device, as they are stored; images are normalised when asked for."""
 
     def __init__(self, split: Split, on: torch.device) -> None:

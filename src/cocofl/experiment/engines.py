@@ -1,0 +1,71 @@
+"""Which engine executes an experiment here, and with which kernels."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from cocofl.config import Experiment
+from cocofl.data.origin import cache_dir
+from cocofl.engine.cohort import CohortExecutor, has_optimizer
+from cocofl.engine.executor import Executor
+from cocofl.engine.workers import Workers
+from cocofl.errors import InvalidExperiment
+from cocofl.freeze import KernelPlan
+from cocofl.profiling.hardware import Hardware
+
+
+def make_executor(experiment: Experiment) -> Executor:
+    """The executor that the experiment asks for."""
+    settings, kind = experiment.engine, engine_kind(experiment)
+    if kind == "cohort":
+        return CohortExecutor(_cohort_device(experiment), precision=settings.precision)
+    if kind == "serial":
+        return Workers(settings.workers or None)
+    assert kind == "flower"
+    raise InvalidExperiment(
+        "engine.kind flower runs inside Flower: use `cocofl run --engine flower`, or "
+        "cocofl.flower.simulation.simulate(experiment)"
+    )
+
+
+def engine_kind(experiment: Experiment) -> str:
+    """The engine that the experiment runs on here."""
+    kind = experiment.engine.kind
+    if kind != "auto":
+        return kind
+    can = torch.cuda.is_available() and has_optimizer(experiment.training)
+    return "cohort" if can else "serial"
+
+
+def _cohort_device(experiment: Experiment) -> str:
+    device = experiment.engine.device
+    return device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def machine(experiment: Experiment) -> str:
+    """The processor, and the GPU where a cohort is computed on one."""
+    on_gpu = engine_kind(experiment) == "cohort" and _cohort_device(experiment) != "cpu"
+    return f"{torch.cuda.get_device_name()}; {Hardware.here()}" if on_gpu else str(Hardware.here())
+
+
+def _plan_path() -> Path:
+    name = hashlib.sha256(str(Hardware.here()).encode()).hexdigest()[:12]
+    return cache_dir() / "kernels" / f"{name}.json"
+
+
+def machine_plan() -> KernelPlan:
+    """The kernels that earlier runs on this machine chose: two runs must choose the same."""
+    path = _plan_path()
+    return KernelPlan.load(path, fixed=False) if path.exists() else KernelPlan()
+
+
+def remember_plan(plan: KernelPlan) -> None:
+    """Keep a run's choice of kernels for later runs on this machine."""
+    path = _plan_path()
+    chosen, known = plan.choices, machine_plan().choices
+    if not chosen.keys() <= known.keys():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        KernelPlan({**chosen, **known}).save(path)

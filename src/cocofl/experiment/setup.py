@@ -1,0 +1,241 @@
+"""From the names and numbers of an experiment to all that they stand for."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cocofl import data
+from cocofl.chain import BlockChain
+from cocofl.config import Experiment
+from cocofl.data import DataSet, Partition, Rule
+from cocofl.engine.rounds import Job
+from cocofl.errors import InvalidExperiment
+from cocofl.experiment.engines import engine_kind, machine
+from cocofl.experiment.tables import ExperimentTables
+from cocofl.fl.devices import (
+    PAPER_GROUPS,
+    Devices,
+    Group,
+    groups_from,
+    limited_groups,
+    make_devices,
+)
+from cocofl.fl.faults import Faults
+from cocofl.fl.federation import Federation
+from cocofl.fl.local import Materials, Workshop
+from cocofl.fl.metrics import Populations, class_densities
+from cocofl.fl.strategies import STRATEGIES, Strategy, facts_of
+from cocofl.freeze import State, chain_state, check_state
+from cocofl.named import lookup, nearest
+from cocofl.profiling.subject import Subject
+from cocofl.runlog import read_state
+from cocofl.source import source_commit
+
+CENTRAL_SPEEDUP = 10
+"""Centralized training takes this many times fewer rounds, each an epoch over all data."""
+
+
+def rounds_of(experiment: Experiment) -> int:
+    """How many rounds its run has: with all data in one place fewer than it says."""
+    central = facts_of(experiment.strategy.name).all_data_in_one_place
+    return max(1, experiment.rounds // (CENTRAL_SPEEDUP if central else 1))
+
+
+def load_data(experiment: Experiment) -> DataSet:
+    """The data set that the experiment names."""
+    settings = experiment.data
+    return data.load(settings.name, data_dir=settings.dir or None, preset=settings.preset)
+
+
+class Setup:
+    """An experiment with everything that its names stand for."""
+
+    def __init__(self, experiment: Experiment, dataset: DataSet | None = None) -> None:
+        self.experiment = experiment
+        self.data: DataSet = dataset or load_data(experiment)
+        self.subject = Subject(
+            experiment.model.name,
+            experiment.training.batch,
+            self.data.facts.num_classes,
+            tuple(experiment.model.options.items()),
+        )
+        experiment.training.check_optimizer()
+        self.workshop = Workshop(
+            Materials(
+                self.subject,
+                experiment.training,
+                self.data.train,
+                self.data.test,
+                experiment.engine.kernels,
+                experiment.evaluation.metrics,
+                experiment.upload.codec,
+            )
+        )
+        self.materials = self.workshop.materials
+        self.chain: BlockChain = self.workshop.chain()
+        self._check_shapes()
+        self.tables = ExperimentTables(
+            experiment, self.subject, len(self.chain), is_text=self.data.facts.task == "text"
+        )
+        self.facts = facts_of(experiment.strategy.name)
+        self.strategy = self._strategy()
+
+    def job(self) -> Job:
+        """All that the round loop needs."""
+        experiment = self.experiment
+        training, central = experiment.training, self.facts.all_data_in_one_place
+        slower = CENTRAL_SPEEDUP if central else 1
+        federation = self._central() if central else self.federation
+        table = self.tables.spans()
+        step_s = (table.full_step_s or 1.0) * training.batch / (table.batch or training.batch)
+        return Job(
+            strategy=self.strategy,
+            federation=federation,
+            workshop=self.workshop,
+            initial=self.workshop.server_state(self._initial_state()),
+            rounds=max(1, experiment.rounds // slower),
+            seed=experiment.seed,
+            training=replace(
+                training,
+                decay_rounds=tuple(max(1, decay // slower) for decay in training.decay_rounds),
+            ),
+            faults=Faults() if central else experiment.faults,
+            evaluation=replace(
+                experiment.evaluation, every=max(1, experiment.evaluation.every // slower)
+            ),
+            populations=self._populations(),
+            deadline_s=federation.mean_steps * step_s,
+            checkpoint_every=experiment.engine.checkpoint_every,
+        )
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The devices and their groups."""
+        return make_devices(
+            self.experiment.devices.count, self._groups(), seed=self.experiment.seed
+        )
+
+    @cached_property
+    def partition(self) -> Partition:
+        """Who holds which samples."""
+        settings = self.experiment.data
+        rule = Rule(settings.split, settings.alpha, settings.equal)
+        count, seed = self.experiment.devices.count, self.experiment.seed
+        return data.divide(self.data.train, count, seed, rule, self.devices.group_of)
+
+    @cached_property
+    def federation(self) -> Federation:
+        """The devices with their data."""
+        recipe, per_round = self.experiment.training, self.experiment.devices.per_round
+        return Federation(self.devices, self.partition, recipe, per_round, self.experiment.seed)
+
+    def about(self) -> dict[str, Any]:
+        """What a result must say about where it comes from."""
+        return {
+            "command": shlex.join(["cocofl", *sys.argv[1:]]),
+            "cocofl": version("cocofl"),
+            "commit": source_commit(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "hardware": machine(self.experiment),
+            "engine": engine_kind(self.experiment),
+            "strategy": self.experiment.strategy.name,
+            "strategy_facts": asdict(self.facts),
+            "tables": dict(self.tables.served),
+            "model_blocks": len(self.chain),
+            "samples_left_over": len(self.partition.remainder),
+        }
+
+    def _check_shapes(self) -> None:
+        example = self.chain.example
+        inputs = self.data.train.inputs
+        if example is None or self.data.facts.task != "image":
+            return
+        height, width, channels = inputs.shape[1:]
+        if tuple(example[0].shape[1:]) != (channels, height, width):
+            raise InvalidExperiment(
+                f"the model {self.experiment.model.name} takes images of "
+                f"{'×'.join(map(str, example[0].shape[1:]))} (channels, height, width), but "
+                f"{self.experiment.data.name} has {channels}×{height}×{width}"
+            )
+
+    def _strategy(self) -> Strategy:
+        settings = self.experiment.strategy
+        make = lookup(settings.name, STRATEGIES, "strategy", InvalidExperiment)
+        known = {
+            name: parameter.default
+            for name, parameter in inspect.signature(make).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
+        for key, value in settings.options.items():
+            if key not in known:
+                raise InvalidExperiment(
+                    f"unknown key strategy.{key}{nearest(key, known)}; {settings.name} takes "
+                    f"{', '.join(known) or 'no options'}"
+                )
+            _check_option(f"strategy.{key}", value, known[key])
+        made: Strategy = make(self.tables, **settings.options)
+        return made
+
+    def _groups(self) -> Sequence[Group]:
+        groups = self.experiment.devices.groups
+        if groups == "paper":
+            return PAPER_GROUPS
+        if isinstance(groups, str) and groups.startswith("limited:"):
+            try:
+                return limited_groups(float(groups.removeprefix("limited:")))
+            except ValueError as error:
+                raise InvalidExperiment(f"devices.groups is {groups!r}: {error}") from error
+        if isinstance(groups, list) and groups and all(isinstance(g, Mapping) for g in groups):
+            return groups_from(groups)
+        raise InvalidExperiment(
+            f'devices.groups is {groups!r}; expected "paper", "limited:0.25", or a list of tables '
+            "with name, share, time, memory, upload or trace"
+        )
+
+    def _central(self) -> Federation:
+        """One device with all the data."""
+        everything = np.arange(len(self.data.train))
+        whole = Partition(everything, np.array([0, len(everything)]), everything[:0])
+        devices = make_devices(1, [Group("all")], self.experiment.seed)
+        return Federation(devices, whole, self.experiment.training, 1, self.experiment.seed)
+
+    def _populations(self) -> Populations:
+        labels, classes = self.data.train.labels, self.data.facts.num_classes
+        group_of, each = np.asarray(self.devices.group_of), np.arange(len(self.devices))
+        return Populations(
+            tuple(group.name for group in self.devices.groups),
+            class_densities(labels, group_of, self.partition, classes),
+            class_densities(labels, each, self.partition, classes),
+        )
+
+    def _initial_state(self) -> State:
+        init = self.experiment.model.init
+        if init:
+            _, state = read_state(Path(init))
+            check_state(self.chain, state, None)
+            return {key: t for key, t in state.items() if not key.endswith("num_batches_tracked")}
+        model, _ = self.subject.build(seed=self.experiment.seed)
+        fresh = model.state_dict()
+        return {key: fresh[key].clone() for key in chain_state(self.chain)}
+
+
+def _check_option(key: str, value: Any, default: Any) -> None:
+    """A switch must be true or false, and a number a number; texts are the strategy's to check."""
+    is_switch, is_number = isinstance(value, bool), isinstance(value, int | float)
+    if isinstance(default, bool) and not is_switch:
+        raise InvalidExperiment(f"{key} is {value!r}; expected true or false")
+    if isinstance(default, float) and (is_switch or not is_number):
+        raise InvalidExperiment(f"{key} is {value!r}; expected a number")

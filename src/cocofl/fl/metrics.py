@@ -1,0 +1,207 @@
+"""What a model is judged by: sums that can be added over samples, and what they come to.
+
+A metric sums something up over a mini-batch. Sums of mini-batches, processes and devices add up,
+so a metric is the same wherever the test data is looked at. ``evaluation.metrics`` names them;
+one's own is a ``package.module:function`` that returns a :class:`Metric`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cocofl.data import Partition
+from cocofl.errors import InvalidSetting
+from cocofl.named import lookup
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Sums = NDArray[Any]
+
+# Enough to read a curve and to compare runs; it keeps a run's log small and its bytes the same.
+_DIGITS = 6
+_SPREAD = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure with a name."""
+
+    name: str
+    sums: Callable[[Tensor, Tensor, int], Tensor]
+    """From outputs, labels and the number of classes to sums of one shape for all mini-batches."""
+    value: Callable[[Sums], float]
+    """What the sums over all of the test data come to."""
+    by_class: Callable[[Sums], Floats] | None = None
+    """The same for each class, where that has a meaning: then groups and devices have it, too."""
+    higher_is_better: bool = True
+    is_share: bool = False
+    """Whether it is a share of 1, which people read in percent."""
+    capturable: bool = False
+    """Whether ``sums`` may be captured in a CUDA graph: it asks no tensor for its values."""
+
+
+def confusion(outputs: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """How often each true class (row) was taken for each class (column)."""
+    guesses = outputs.flatten(0, -2)[:, :classes].argmax(1)
+    cells = labels.flatten() * classes + guesses
+    counts = torch.zeros(classes**2, dtype=torch.long, device=cells.device)
+    return counts.scatter_add_(0, cells, torch.ones_like(cells)).view(classes, classes)
+
+
+def class_accuracies(counts: Sums) -> Floats:
+    """The share of each class that was recognised; 0 for a class that the test data lacks."""
+    return np.asarray(np.diag(counts) / np.maximum(counts.sum(axis=1), 1))
+
+
+def macro_f1(counts: Sums) -> float:
+    """The mean over classes of the harmonic mean of precision and recall."""
+    hits = np.diag(counts)
+    total = counts.sum(axis=0) + counts.sum(axis=1)
+    present = total > 0
+    return float(np.mean(2 * hits[present] / total[present]))
+
+
+def accuracy() -> Metric:
+    """The share of samples (of tokens, where labels are sequences) that were recognised."""
+    return Metric(
+        "accuracy",
+        confusion,
+        lambda counts: float(np.trace(counts) / max(counts.sum(), 1)),
+        class_accuracies,
+        is_share=True,
+        capturable=True,
+    )
+
+
+def f1() -> Metric:
+    """The mean F1 of the classes."""
+    return Metric("f1", confusion, macro_f1, is_share=True, capturable=True)
+
+
+def _mean(sums: Sums) -> float:
+    return float(sums[0] / max(sums[1], 1))
+
+
+def _summed(values: Tensor) -> Tensor:
+    """The sum and the count, in float64."""
+    count = torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
+    return torch.stack([values.double().sum(), count])
+
+
+def cross_entropy() -> Metric:
+    """The mean cross-entropy of the test data."""
+
+    def sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
+        scores = outputs.flatten(0, -2)
+        return _summed(F.cross_entropy(scores, labels.flatten(), reduction="none"))
+
+    return Metric("test_loss", sums, _mean, higher_is_better=False, capturable=True)
+
+
+def squared_error() -> Metric:
+    """The mean squared error, for networks that predict numbers."""
+
+    def sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
+        return _summed((outputs.flatten() - labels.flatten().to(outputs.dtype)).square())
+
+    return Metric("squared_error", sums, _mean, higher_is_better=False, capturable=True)
+
+
+METRICS: dict[str, Callable[[], Metric]] = {
+    "accuracy": accuracy,
+    "f1": f1,
+    "loss": cross_entropy,
+    "squared_error": squared_error,
+}
+
+
+@cache
+def metric(name: str) -> Metric:
+    """A metric by its name in the experiment."""
+    made = lookup(name, METRICS, "metric", InvalidSetting)()
+    if not isinstance(made, Metric):
+        raise InvalidSetting(
+            f"the metric {name} gives a {type(made).__name__}; expected a cocofl.metrics.Metric"
+        )
+    return made
+
+
+class Tally:
+    """Sums of several metrics over the chunks of the test data; equal sums are made once."""
+
+    def __init__(self, names: Sequence[str], classes: int) -> None:
+        self.metrics, self._classes = [metric(name) for name in names], classes
+        self._kinds = list(dict.fromkeys(one.sums for one in self.metrics))
+
+    @property
+    def capturable(self) -> bool:
+        """Whether all of it may be captured in a CUDA graph."""
+        return all(one.capturable for one in self.metrics)
+
+    def sums(self, outputs: Tensor, labels: Tensor) -> list[Tensor]:
+        """Of one mini-batch."""
+        return [kind(outputs, labels, self._classes) for kind in self._kinds]
+
+    def of_each(self, sums: Sequence[Sums]) -> dict[str, tuple[Metric, Sums]]:
+        """What each metric goes by."""
+        of_kind = dict(zip(self._kinds, sums, strict=True))
+        return {one.name: (one, of_kind[one.sums]) for one in self.metrics}
+
+
+def class_densities(labels: Ints, groups: Ints, partition: Partition, classes: int) -> Floats:
+    """How the samples of each group are spread over the classes: (groups, classes), rows sum to 1.
+
+    A group of one device each gives densities per device.
+    """
+    owner = np.repeat(groups, partition.sizes)
+    counts = np.zeros((int(groups.max()) + 1, classes))
+    np.add.at(counts, (owner, labels[partition.indices]), 1)
+    return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Populations:
+    """Whose classes weigh how much: of the groups of devices, and of each device."""
+
+    group_names: tuple[str, ...]
+    groups: Floats
+    devices: Floats
+
+
+def scores(tally: Tally, sums: Sequence[Sums], populations: Populations | None) -> dict[str, Any]:
+    """What a round's line in the log says about the model.
+
+    A group's accuracy is what its devices would see: class accuracies weighted by how often the
+    group has each class. The same for devices, of which the spread is logged.
+    """
+    found = tally.of_each(sums)
+    record: dict[str, Any] = {name: _rounded(one.value(own)) for name, (one, own) in found.items()}
+    for name, (one, own) in found.items():
+        if one.by_class is None:
+            continue
+        by_class = one.by_class(own)
+        record[f"class_{name}"] = [_rounded(value) for value in by_class]
+        if populations is None:
+            continue
+        by_group = populations.groups @ by_class
+        by_device = np.quantile(populations.devices @ by_class, list(_SPREAD.values()))
+        record[f"group_{name}"] = _named(populations.group_names, by_group)
+        record[f"device_{name}"] = _named(_SPREAD, by_device)
+    return record
+
+
+def _named(names: Sequence[str] | dict[str, float], values: Floats) -> dict[str, float]:
+    return {name: _rounded(value) for name, value in zip(names, values, strict=True)}
+
+
+def _rounded(value: float) -> float:
+    return round(float(value), _DIGITS)

@@ -1,0 +1,454 @@
+"""Works and states in the terms of a cohort, where many devices are one computation.
+
+A work says how it looks there (:class:`StackedWork`), or why it cannot (:class:`NotStacked`).
+A state's tensors lie there as a few long rows (:class:`RowLayout`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cocofl.fl.batches import Ints
+from cocofl.fl.local import Task, Work, Workshop, scaled_layers
+from cocofl.fl.state import (
+    Contribution,
+    Memory,
+    Part,
+    Tensors,
+    is_scale,
+    votes_of_rows,
+)
+from cocofl.models import MODELS
+from cocofl.span import Blocks, Span
+from cocofl.vector import Cohort, DeviceWork, Program, Rows
+from cocofl.vector.agreement import Narrowing
+from cocofl.vector.levels import WHOLE, factor_row
+from cocofl.vector.program import score_count
+from cocofl.vector.slots import Slots
+
+PARAMETERS, STATISTICS, CONSTANTS, SCALES = "parameters", "statistics", "constants", "scales"
+_SCALE_BYTES = 4
+# The keys of norm statistics that belong to a narrower network: widths.0.4.layer1.norm.running_var
+_WIDTH_KEY = re.compile(r"widths\.(0\.\d+|\d+e-\d+)\.(.+)")
+
+
+class NotStacked(Exception):
+    """A work that a cohort cannot do; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class StackedWork:
+    """What a device of a cohort does, and what of it is sent."""
+
+    device: DeviceWork
+    steps_at: Sequence[int] | None = None
+    """The level of each step, the last one for all that follow; None for the level it holds."""
+    sends_parameters: bool = True
+    """Else norm statistics are measured, and nothing is trained."""
+    sends_statistics: bool = False
+    """Whether it sends statistics of every level that it was at."""
+
+    def schedule(self, steps: int) -> list[int]:
+        """The level of each of so many steps."""
+        held = WHOLE if self.device.level is None else self.device.level
+        known = list(self.steps_at if self.steps_at is not None else [held])
+        return (known + known[-1:] * steps)[:steps]
+
+
+@runtime_checkable
+class CohortWork(Work, Protocol):
+    """A work that many devices can do as one computation."""
+
+    def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
+        """The work in the terms of a cohort; raises :class:`NotStacked` where it cannot."""
+
+
+def stacked(networks: StackedNetworks, task: Task) -> StackedWork:
+    """A task's work in the terms of a cohort.
+
+    A subclass does not inherit this: it may train otherwise than the class that it is made of.
+    """
+    kind = type(task.work)
+    if not isinstance(task.work, CohortWork) or "stacked" not in vars(kind):
+        raise NotStacked(f"{kind.__name__} has no method `stacked` of its own")
+    return task.work.stacked(networks, task)
+
+
+class StackedNetworks:
+    """The network of a cohort and its narrower ones, which are levels of it."""
+
+    def __init__(self, workshop: Workshop, program: Program) -> None:
+        self.workshop, self.program = workshop, program
+        self.everything = Span(0, program.n_blocks)
+        self._numbers: dict[tuple[float, bool], int] = {}
+        self._levels: list[tuple[Tensor, Mapping[str, int]]] = []
+        self._agrees = cache(partial(_agrees, workshop))
+
+    def check_widths(self, widths: Iterable[float]) -> None:
+        """Raise :class:`NotStacked` where a width changes what a cohort does not know of."""
+        for width in widths:
+            if not self._agrees(width):
+                raise NotStacked(f"at width {width:g} the network differs in more than its sizes")
+
+    @cached_property
+    def gives_scores(self) -> bool:
+        """Whether the network returns scores of classes and nothing else."""
+        classes = self.workshop.materials.train.facts.num_classes
+        return (score_count(self.workshop.chain()) or 0) >= classes
+
+    def level(self, width: float, *, scaled: bool = False) -> int:
+        """The number of a width."""
+        wanted = width, scaled and width < 1.0
+        if wanted not in self._numbers:
+            shop, factors = self.workshop, {}
+            if wanted[1]:
+                model, _ = shop.materials.subject.build(width)
+                names = scaled_layers(model, shop.model())
+                factors = {f"{name}.{t}": 1.0 / width for name in names for t in ("weight", "bias")}
+            row = factor_row(self.program.slots.parameters, shop.places(width), factors)
+            self._levels.append((row, self.program.channels_in(shop.chain(width))))
+            self._numbers[wanted] = len(self._levels) - 1
+        return self._numbers[wanted]
+
+    @property
+    def widths(self) -> list[float]:
+        """Of the levels, in order."""
+        return [width for width, _ in self._numbers]
+
+    def enter(self, cohort: Cohort) -> None:
+        """Make a cohort know all levels."""
+        for row, channels in self._levels[cohort.n_levels :]:
+            cohort.add_level(row, channels)
+
+    def has(self, level: int) -> Tensor:
+        """By place of a row of parameters, whether the network of a level has it."""
+        return self._levels[level][0] != 0
+
+
+def _agrees(workshop: Workshop, width: float) -> bool:
+    """Whether a narrower network is the full one with smaller sizes, as far as a trial says."""
+    if width == 1.0 or workshop.materials.subject.model in MODELS:
+        return True  # of built-in networks the tests say so
+    narrowing = Narrowing(workshop.chain())
+    return narrowing.agrees(workshop.chain(width), workshop.places(width))
+
+
+def statistics_key(key: str, width: float) -> str:
+    """Under which name the server has a norm statistic of a width."""
+    return key if width == 1.0 else f"widths.{width:g}.{key}"
+
+
+def classifier_keys(workshop: Workshop) -> list[str]:
+    """The tensors of the last layer with one row per class."""
+    classes = workshop.materials.train.facts.num_classes
+    layers = [
+        name
+        for name, module in workshop.model().named_modules()
+        if isinstance(module, torch.nn.Linear) and module.out_features == classes
+    ]
+    return [f"{layers[-1]}.weight", f"{layers[-1]}.bias"] if layers else []
+
+
+class RowLayout:
+    """A network's tensors as rows: parameters, statistics (of narrower networks, too), scales.
+
+    Tensors that are none of these stay under their keys.
+    """
+
+    def __init__(self, networks: StackedNetworks, on: torch.device) -> None:
+        program = networks.program
+        self._networks, self._shop = networks, networks.workshop
+        self._slots, self._sites = program.slots, program.sites
+        self._like = torch.zeros(0, dtype=program.slots.dtype, device=on)
+        slots = program.slots
+        self._constants = {key: self._shop.chain().state_dict()[key] for key in slots.constants}
+        self._block_of = dict(slots.constants)
+        for kind in (slots.parameters, slots.statistics):
+            self._block_of |= {key: slot.block for key, slot in kind.by_key.items()}
+        self._fresh_statistics = cache(partial(self._statistics_row, tensors={}))
+        self.block_bytes = cache(self._block_bytes)
+        self._width_bytes = cache(self._bytes_at_width)
+
+    def is_learned(self, name: str) -> bool:
+        """One row holds all parameters."""
+        return name == PARAMETERS
+
+    # From keys to rows, and back
+
+    def from_keys(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """Rows of all that has a place in one."""
+        parts, rest = Tensors(), dict(tensors)
+        kinds = {PARAMETERS: self._slots.parameters, STATISTICS: self._slots.statistics}
+        for name, slots in kinds.items():
+            if own := {key: rest.pop(key) for key in slots.by_key if key in rest}:
+                parts[name] = slots.pack(own, self._like)
+        if scales := {key: rest.pop(key) for key in self._sites.place if key in rest}:
+            parts[SCALES] = self._scale_row(scales)
+        by_width: dict[float, Tensors] = {}
+        for key in list(rest):
+            if match := _WIDTH_KEY.fullmatch(key):
+                by_width.setdefault(float(match[1]), {})[match[2]] = rest.pop(key)
+        for width, own in by_width.items():
+            parts[statistics_part(width)] = self._statistics_row(width, own)
+        return parts | rest
+
+    def by_key(self, parts: Mapping[str, Tensor]) -> Tensors:
+        """Views of the rows."""
+        found = Tensors()
+        for name, part in parts.items():
+            kind, _, width = name.partition("@")
+            if kind == SCALES:
+                found |= self._known_scales(part)
+            elif width:
+                places = self._shop.places(float(width))
+                for key, tensor in _unpacked(self._slots.statistics, part).items():
+                    found[statistics_key(key, float(width))] = tensor[places[key]]
+            elif kind in (PARAMETERS, STATISTICS):
+                found |= _unpacked(getattr(self._slots, kind), part)
+            else:
+                found[name] = part
+        return found
+
+    def _scale_row(self, scales: Mapping[str, Tensor]) -> Tensor:
+        row = torch.full((len(self._sites.keys),), torch.nan)
+        for key, scale in scales.items():
+            row[self._sites.place[key]] = scale.item()
+        return row.to(self._like.device)
+
+    def _known_scales(self, row: Tensor) -> Tensors:
+        row = row.cpu()
+        known, parts = (~row.isnan()).tolist(), row.unbind()
+        return {key: parts[place] for key, place in self._sites.place.items() if known[place]}
+
+    def _statistics_row(self, width: float, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A narrower network's statistics at their places in the full one; fresh where unknown."""
+        own, places = self._shop.model(width).state_dict() | dict(tensors), self._shop.places(width)
+        found = {}
+        for key, slot in self._slots.statistics.by_key.items():
+            found[key] = torch.zeros(slot.shape)
+            found[key][places[key]] = own[key].float()
+        return self._slots.statistics.pack(found, self._like)
+
+    # What a cohort needs of states
+
+    def rows(self, parts: Mapping[str, Tensor]) -> Rows:
+        """A state as a cohort takes it."""
+        unknown = torch.full((len(self._sites.keys),), torch.nan, device=self._like.device)
+        found = (parts[PARAMETERS], parts.get(STATISTICS, self._like), parts.get(SCALES, unknown))
+        return Rows(*(row[None] for row in found))
+
+    def known_scales(self, parts: Mapping[str, Tensor]) -> frozenset[str]:
+        """The scales that somebody has measured."""
+        return frozenset(self._known_scales(parts[SCALES])) if SCALES in parts else frozenset()
+
+    def statistics_by_level(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The statistics that devices begin with at each level."""
+        rows = []
+        for width in self._networks.widths:
+            name = statistics_part(width)
+            rows.append(parts[name] if name in parts else self._fresh_statistics(width))
+        return torch.stack(rows)
+
+    # What devices sent
+
+    def memory_of(self, contribution: Contribution) -> Memory:
+        """Rows of what the device remembers."""
+        if contribution.stacked is not None:
+            return contribution.memory
+        return {name: self.from_keys(own) for name, own in contribution.memory.items()}
+
+    def parts_of(self, contribution: Contribution) -> Iterator[Part]:
+        """The rows of a device of a cohort, or rows made of what another one sent."""
+        if contribution.stacked is not None:
+            yield from contribution.stacked
+            return
+        places = self._shop.places(contribution.width)
+        for name in (PARAMETERS, STATISTICS):
+            slots, full, votes = getattr(self._slots, name), Tensors(), Tensors()
+            for key, slot in slots.by_key.items():
+                if (sent := contribution.tensors.get(key)) is not None:
+                    zeros = torch.zeros(slot.shape, dtype=torch.float64)
+                    full[key], votes[key] = zeros, zeros.clone()
+                    full[key][places[key]] = sent.double()
+                    counted = votes_of_rows(sent, contribution.rows.get(key))
+                    votes[key][places[key]] = 1.0 if counted is None else counted
+            if full:
+                exact = self._like.double()
+                yield Part(name, slots.pack(full, exact), votes=slots.pack(votes, exact))
+        rest = {k: t for k, t in contribution.tensors.items() if k not in places}
+        for name, row in self.from_keys(rest).items():
+            known = ~row.isnan()
+            yield Part(name, torch.where(known, row, 0.0), None, known.double(), measured=True)
+
+    def sent(self, work: StackedWork, task: Task, trained: Trained) -> Contribution:
+        """What a device of a cohort sends; its tensors are made when someone looks at them."""
+        make = self._sent_blocks if work.device.level is None else self._sent_width
+        sent = make(work, trained)
+        memory = {name: {PARAMETERS: row} for name, row in trained.memory.items()}
+        remembered_bytes = len(memory) * self.block_bytes(PARAMETERS, work.device.blocks)
+        return StackedContribution(
+            tensors=_MadeWhenAsked(sent.tensors),
+            samples=len(task.indices),
+            loss=trained.loss,
+            width=sent.width,
+            rows=sent.rows,
+            device=task.device,
+            memory=memory,
+            sent_bytes=sent.size_bytes + remembered_bytes,
+            stacked=tuple(sent.parts),
+            sound=trained.sound,
+        )
+
+    def _sent_blocks(self, work: StackedWork, trained: Trained) -> _Sent:
+        blocks, rows = work.device.blocks, trained.rows
+        parameters, statistics, scales = rows.parameters[0], rows.statistics[0], rows.scales[0]
+        measured = ~scales.isnan()
+        known = torch.where(measured, scales, 0.0)
+        parts = [Part(SCALES, known, None, measured.double(), True)]
+        kinds = [STATISTICS]
+        if self._slots.statistics.size:
+            parts.insert(0, Part(STATISTICS, statistics))
+        if work.sends_parameters:
+            parts.insert(0, Part(PARAMETERS, parameters))
+            kinds += [PARAMETERS, CONSTANTS]
+        size = sum(self.block_bytes(kind, blocks) for kind in kinds)
+
+        def tensors() -> Tensors:
+            own = {part.name: part.values for part in parts} | {SCALES: scales}
+            found = self.by_key(own) | (self._constants if work.sends_parameters else {})
+            return {
+                key: tensor.cpu().clone()
+                for key, tensor in found.items()
+                if is_scale(key) or self._block_of[key] in blocks
+            }
+
+        return _Sent(parts, size + _SCALE_BYTES * trained.n_scales, tensors)
+
+    def _sent_width(self, work: StackedWork, trained: Trained) -> _Sent:
+        level, widths = work.device.level, self._networks.widths
+        assert level is not None
+        width, rows = widths[level], {}
+        if work.device.classes is not None:
+            rows = dict.fromkeys(classifier_keys(self._shop), np.array(work.device.classes))
+        parameters = trained.rows.parameters[0]
+        parts = [Part(PARAMETERS, parameters, votes=self._votes(level, rows))]
+        size = self._width_bytes(PARAMETERS, width)
+        for at, row in trained.statistics.items():
+            parts.append(Part(statistics_part(widths[at]), row, measured=True))
+            size += self._width_bytes(STATISTICS, widths[at])
+
+        def tensors() -> Tensors:
+            found = self.by_key({part.name: part.values for part in parts})
+            own = self._shop.places(width)
+            return {
+                key: tensor[own[key] if key in self._slots.parameters.by_key else ...].cpu().clone()
+                for key, tensor in found.items()
+            }
+
+        return _Sent(parts, size, tensors, width, rows)
+
+    def _votes(self, level: int, rows: Mapping[str, Ints]) -> Tensor:
+        """By place of a row of parameters, whether a device knows anything about it."""
+        votes = self._networks.has(level).double()
+        places = self._shop.places(self._networks.widths[level])
+        for key, counted in rows.items():
+            if key in self._slots.parameters.by_key:
+                there = self._slots.parameters.by_key[key].of(votes[None])[0]
+                held = there[places[key]]
+                of_rows = votes_of_rows(held, counted)
+                assert of_rows is not None
+                there[places[key]] = held * of_rows
+        return votes.to(self._like.device)
+
+    # Sizes
+
+    def _block_bytes(self, kind: str, blocks: Blocks) -> int:
+        own = self._shop.chain().state_dict()
+        return sum(own[key].nbytes for key in self._keys(kind) if self._block_of[key] in blocks)
+
+    def _bytes_at_width(self, kind: str, width: float) -> int:
+        own = self._shop.model(width).state_dict()
+        return sum(own[key].nbytes for key in self._keys(kind))
+
+    def _keys(self, kind: str) -> Iterable[str]:
+        if kind == CONSTANTS:
+            return self._slots.constants
+        return (self._slots.parameters if kind == PARAMETERS else self._slots.statistics).by_key
+
+
+class Trained(NamedTuple):
+    """What a cohort knows of a device that it has trained."""
+
+    rows: Rows
+    statistics: Mapping[int, Tensor]
+    """By level, of those at which it took steps."""
+    memory: Mapping[str, Tensor]
+    loss: float
+    sound: bool
+    """Whether all numbers are finite."""
+    n_scales: int
+
+    def clone(self) -> Trained:
+        """A copy, which stays when the cohort trains again."""
+        statistics = {level: row.clone() for level, row in self.statistics.items()}
+        memory = {name: row.clone() for name, row in self.memory.items()}
+        return self._replace(rows=self.rows.clone(), statistics=statistics, memory=memory)
+
+
+class _Sent(NamedTuple):
+    parts: Sequence[Part]
+    size_bytes: int
+    tensors: Callable[[], Tensors]
+    width: float = 1.0
+    rows: Mapping[str, Ints] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class StackedContribution(Contribution):
+    """What a device of a cohort sends; whether its numbers are finite is known beforehand."""
+
+    sound: bool = True
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether training went well."""
+        return self.sound and bool(np.isfinite(self.loss))
+
+
+class _MadeWhenAsked(Mapping[str, Tensor]):
+    """Tensors that cost nothing until somebody looks at them."""
+
+    def __init__(self, make: Callable[[], Tensors]) -> None:
+        self._make = cache(make)
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._make()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make())
+
+    def __len__(self) -> int:
+        return len(self._make())
+
+
+def statistics_part(width: float) -> str:
+    """The row of norm statistics of a width."""
+    return STATISTICS if width == 1.0 else f"{STATISTICS}@{width!r}"
+
+
+def _unpacked(slots: Slots, row: Tensor) -> Tensors:
+    """Views of a row; a tied weight's second key gets a copy, so that it can be saved."""
+    found, seen = Tensors(), set()
+    for key, slot in slots.by_key.items():
+        part = slot.of(row[None])[0]
+        found[key] = part.clone() if slot in seen else part
+        seen.add(slot)
+    return found

@@ -1,0 +1,51 @@
+"""All that a strategy of one's own is made of. ``docs/extend.md`` shows examples."""
+
+from cocofl.budget import Budget
+from cocofl.fl.federation import Situation
+from cocofl.fl.local import Task, Work, Workshop
+from cocofl.fl.merge import Accumulator, Mean, Merge, ServerOptimizer
+from cocofl.fl.select import feasible, feasible_widths, maximal, select
+from cocofl.fl.spans import SpanWork
+from cocofl.fl.stacked import NotStacked, StackedNetworks, StackedWork
+from cocofl.fl.state import Contribution, ServerState, Tensors
+from cocofl.fl.strategies import STRATEGIES, Plan, Strategy, StrategyFacts, Tables, declares
+from cocofl.fl.strategies.base import time_share
+from cocofl.fl.widths import OrderedWork, WidthWork
+from cocofl.local_rule import LocalRule, LocalStep
+from cocofl.span import Blocks, Span
+
+__all__ = [
+    "STRATEGIES",
+    "Accumulator",
+    "Blocks",
+    "Budget",
+    "Contribution",
+    "LocalRule",
+    "LocalStep",
+    "Mean",
+    "Merge",
+    "NotStacked",
+    "OrderedWork",
+    "Plan",
+    "ServerOptimizer",
+    "ServerState",
+    "Situation",
+    "Span",
+    "SpanWork",
+    "StackedNetworks",
+    "StackedWork",
+    "Strategy",
+    "StrategyFacts",
+    "Tables",
+    "Task",
+    "Tensors",
+    "WidthWork",
+    "Work",
+    "Workshop",
+    "declares",
+    "feasible",
+    "feasible_widths",
+    "maximal",
+    "select",
+    "time_share",
+]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cocofl import Experiment, simulate
+from cocofl.codecs import Identity
+from cocofl.engine.cohort import CohortExecutor
+from cocofl.engine.executor import InProcess
+from cocofl.errors import InvalidSetting
+from cocofl.fl.codec import ERROR, codec, transmitted
+from cocofl.fl.state import Contribution
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY: dict[str, Any] = {
+    "rounds": 2,
+    "model": {"name": "resnet10-digits", "options": {"tiny": True}},
+    "devices": {"count": 6, "per_round": 3},
+    "strategy": {"name": "fedavg-full"},
+    "training": {"batch": 16},
+    "evaluation": {"every": 2},
+    "tables": {"spans": "analytic"},
+    "engine": {"kernels": "reference", "checkpoint_every": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def test_identity_is_what_was_sent() -> None:
+    tensor, rng = torch.randn(3, 2), np.random.default_rng(0)
+    payload = Identity().encode(tensor, tensor, rng)
+    assert len(payload) == Identity().size_bytes(tensor.shape, tensor.dtype) == 24
+    assert torch.equal(Identity().decode(payload, torch.zeros(3, 2)), tensor)
+
+
+def test_what_a_codec_loses_is_said_in_the_next_round() -> None:
+    by, start, rng = codec("float16_codec:float16"), torch.zeros(4), np.random.default_rng(0)
+    meant = torch.full((4,), 0.1)
+    memory: dict[str, Any] = {}
+    said = []
+    for _ in range(2):
+        sent = transmitted(by, Contribution({"w": meant}, 1), {"w": start}, rng, memory)
+        memory, received = sent.memory, sent.tensors["w"]
+        said.append(received)
+        assert sent.nbytes == 8
+    assert not torch.equal(said[0], meant)
+    assert set(memory) == {ERROR}
+    torch.testing.assert_close(said[0] + said[1], 2 * meant, rtol=0, atol=1e-5)
+
+
+def test_both_engines_charge_and_merge_what_is_really_sent(tmp_path: Path) -> None:
+    own = Experiment.parse(TINY | {"upload": {"codec": "float16_codec:float16"}})
+    serial = simulate(own, out=tmp_path / "serial", executor=InProcess())
+    cohort = simulate(
+        own, out=tmp_path / "cohort", executor=CohortExecutor("cpu", precision="fp32")
+    )
+    plain = simulate(Experiment.parse(TINY), out=tmp_path / "plain", executor=InProcess())
+    sizes = [[record["bytes_up"] for record in run.rounds] for run in (serial, cohort, plain)]
+    assert sizes[0] == sizes[1] == [size // 2 for size in sizes[2]]
+    apart = max(float((t - cohort.state[key]).abs().max()) for key, t in serial.state.items())
+    moved = max(float((t - plain.state[key]).abs().max()) for key, t in serial.state.items())
+    assert apart < 1e-3 > moved > 0
+
+
+def test_an_unknown_codec_is_named() -> None:
+    with pytest.raises(InvalidSetting, match=r"unknown codec 'identiti' .did you mean identity"):
+        codec("identiti")
+    with pytest.raises(InvalidSetting, match=r"gives a dict; expected a cocofl\.codecs\.Codec"):
+        codec("builtins:dict")

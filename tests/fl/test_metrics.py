@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cocofl import Experiment, simulate
+from cocofl.engine.cohort import CohortExecutor
+from cocofl.engine.executor import InProcess
+from cocofl.engine.workers import Workers
+from cocofl.errors import InvalidSetting
+from cocofl.fl.metrics import Populations, Tally, metric, scores
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OUTPUTS = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 0.0], [1.0, 0.0, 0.5], [0.0, 0.0, 4.0]])
+LABELS = torch.tensor([0, 1, 1, 2])
+
+
+def found(names: tuple[str, ...], populations: Populations | None = None) -> dict[str, Any]:
+    """Over two mini-batches."""
+    tally = Tally(names, 3)
+    halves = [tally.sums(OUTPUTS[part], LABELS[part]) for part in (slice(0, 1), slice(1, 4))]
+    sums = [a.numpy() + b.numpy() for a, b in zip(*halves, strict=True)]
+    return scores(tally, sums, populations)
+
+
+def test_accuracy_has_classes_groups_and_devices() -> None:
+    densities = np.array([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]])
+    record = found(("accuracy", "f1"), Populations(("weak", "strong"), densities, densities))
+    assert record["accuracy"] == 0.75
+    assert record["class_accuracy"] == [1.0, 0.5, 1.0]
+    assert record["group_accuracy"] == {"weak": 0.5, "strong": 1.0}
+    assert record["device_accuracy"]["min"] == 0.5
+    # Precision 1/2, 1, 1 and recall 1, 1/2, 1.
+    assert record["f1"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3, abs=1e-6)
+    assert [*record] == ["accuracy", "f1", "class_accuracy", "group_accuracy", "device_accuracy"]
+
+
+def test_loss_and_squared_error_are_means_over_samples() -> None:
+    loss = torch.nn.functional.cross_entropy(OUTPUTS, LABELS)
+    assert found(("loss",)) == {"test_loss": pytest.approx(float(loss), abs=1e-6)}
+    one = metric("squared_error")
+    sums = one.sums(torch.tensor([[1.0], [2.0]]), torch.tensor([3.0, 2.0]), 0)
+    assert one.value(sums.numpy()) == 2.0
+
+
+def test_unknown_metrics_are_named() -> None:
+    with pytest.raises(InvalidSetting, match=r"unknown metric 'acuracy' .did you mean accuracy"):
+        metric("acuracy")
+
+
+def test_a_metric_of_ones_own_is_the_same_on_every_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    experiment = Experiment.parse(
+        {
+            "rounds": 1,
+            "model": {"name": "resnet10-digits", "options": {"tiny": True}},
+            "devices": {"count": 6, "per_round": 2},
+            "strategy": {"name": "fedavg-full"},
+            "evaluation": {"every": 1, "metrics": ["top3_metric:top3", "accuracy", "loss"]},
+            "tables": {"spans": "analytic"},
+        }
+    )
+    records = []
+    for name, executor in (
+        ("here", InProcess()),
+        ("workers", Workers(2)),
+        ("cohort", CohortExecutor("cpu", precision="fp32")),
+    ):
+        run = simulate(experiment, out=tmp_path / name, executor=executor)
+        executor.close()
+        records.append(run.rounds[-1])
+    here, workers, cohort = records
+    assert here == workers, "to the bit, however many processes look at the data"
+    assert 0 < here["accuracy"] <= here["top3"] <= 1
+    assert cohort["top3"] == pytest.approx(here["top3"], abs=0.05)
+    assert cohort["test_loss"] == pytest.approx(here["test_loss"], rel=0.05)
