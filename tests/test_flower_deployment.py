@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from cocofl.flower.app import write_app
 from cocofl.flower.keys import make_certificates
 from cocofl.flower.loopback import DeploymentFailed, Loopback
 from cocofl.flower.trial import await_run
+from cocofl.runlog import RunFolder
 
 COCOFL = Path(sys.executable).with_name("cocofl")
 PAGE = Path(__file__).parent.parent / "docs" / "deployment.md"
@@ -102,3 +105,46 @@ def test_a_first_try_is_one_command(tmp_path: Path) -> None:
     )
     assert again.returncode != 0
     assert "name another folder with --out" in again.stdout + again.stderr
+
+
+def processes_that_trained(network: Loopback, name: str) -> list[int]:
+    return [int(pid) for pid in re.findall(r"trained .* process (\d+)", log_of(network, name))]
+
+
+def await_rounds(folder: Path, count: int, within_s: float = 300) -> None:
+    end = time.monotonic() + within_s
+    while len(RunFolder(folder).metrics()) < count:
+        assert time.monotonic() < end, f"{count} rounds did not come about"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_device_keeps_its_process_and_survives_its_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    with Loopback(tmp_path / "network") as network:
+        node = network.start_node("node0", {})
+        changes = {"flower.nodes": 1, "rounds": 8}
+        run_id = network.submit(users_app(folder), changes)
+        await_rounds(folder, 2)
+        (kept,) = set(processes_that_trained(network, "node0"))
+        os.kill(kept, signal.SIGKILL)
+        await_run(network, run_id, folder)
+
+        trained = processes_that_trained(network, "node0")
+        first, second = dict.fromkeys(trained)
+        assert first == kept
+        assert trained == sorted(trained, key=[first, second].index), "one after the other"
+        fates = [record["devices"][0][3] for record in Run.open(folder).rounds]
+        assert fates.count("merged") >= 7
+        assert set(fates) <= {"merged", "lost"}, "a process that dies is an error at once"
+
+        assert second in network.processes()
+        node.kill()  # it has no chance to clear up
+        node.wait()
+        end = time.monotonic() + 30
+        while second in network.processes():
+            assert time.monotonic() < end, "the app's process outlives its node"
+            time.sleep(0.1)

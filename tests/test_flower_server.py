@@ -95,8 +95,7 @@ def foreign(message: Message) -> Message:
 
 
 def typed_wrongly(message: Message) -> Message:
-    array = Array(torch.ones(3).numpy())
-    return Message(RecordDict({"update": ArrayRecord({"update": array})}), reply_to=message)
+    return Message(RecordDict({"update": ConfigRecord({"update": [1.0, 2.0]})}), reply_to=message)
 
 
 def with_more(message: Message) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,6 +63,29 @@ def app(
     check_writable(folder / "pyproject.toml", "folder")
     made.write_app(folder, made.run_config(experiment, settings.Deployment()))
     print(f"{folder}/pyproject.toml: put your own modules beside it, then: flwr run {folder}")
+
+
+@flower_app.command()
+def node(
+    superlink: Annotated[str, typer.Option(help="The server's address, HOST:PORT.")],
+    node_config: Annotated[str, typer.Option(help="What this device has: key=value …")] = "",
+    root_certificates: Annotated[Path | None, typer.Option(help="The server's authority.")] = None,
+    auth_supernode_private_key: Annotated[
+        Path | None, typer.Option(help="This device's key, which the server knows.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS.")] = False,
+) -> None:
+    """Take part as a device: its network stays in memory from round to round.
+
+    Example: cocofl flower node --superlink fl.example.org:8000 --root-certificates ca.crt
+    """
+    words = ["--superlink", superlink, "--node-config", node_config]
+    if root_certificates is not None:
+        words += ["--root-certificates", str(root_certificates)]
+    if auth_supernode_private_key is not None:
+        words += ["--auth-supernode-private-key", str(auth_supernode_private_key)]
+    program = [*_needs_flower("cocofl.flower.loopback").NODE_PROGRAM, *words]
+    os.execv(program[0], program + ["--insecure"] * insecure)
 
 
 def _print_round(record: dict[str, Any]) -> None:

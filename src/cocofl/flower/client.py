@@ -18,7 +18,12 @@ trust          modules of which the server may name functions: "task other_modul
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +33,7 @@ from flwr.clientapp import ClientApp
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
+from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
 from cocofl.fl.federation import Situation
 from cocofl.fl.local import Task
@@ -41,6 +47,8 @@ from cocofl.named import names_are_data
 from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
 
+logger = logging.getLogger("flwr")  # what is said here is in the log of the SuperNode
+
 app = ClientApp()
 
 
@@ -48,11 +56,17 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """One round of one device: plan, train what fits, and send that."""
     state, settings = read_request(message)
-    node = context.node_config
+    round_index, lr, node = settings.pop("round"), settings.pop("lr"), context.node_config
     with names_are_data(*str(node.get("trust", "")).split()):
-        device = Device(node, context.node_id, settings)
-        payload = device.play(settings["round"], settings["lr"], state)
+        device = _device(context.run_id, context.node_id, json.dumps(node), json.dumps(settings))
+        payload = device.play(round_index, lr, state)
     return Message(update_reply(payload), reply_to=message)
+
+
+@lru_cache(maxsize=1)
+def _device(_run_id: int, node_id: int, node: str, settings: str) -> Device:
+    """Kept while messages are of one run: `cocofl flower node` keeps the process."""
+    return Device(json.loads(node), node_id, json.loads(settings))
 
 
 class Device:
@@ -65,6 +79,9 @@ class Device:
         experiment = _own_experiment(Experiment.parse(settings["experiment"]), node)
         dataset = with_shared_facts(load_data(experiment), settings["facts"])
         self._setup = Setup(experiment, dataset)
+        self._workshop = self._setup.workshop
+        self._workshop.plan = machine_plan()
+        self._contract = Contract(self._workshop.chain(), codec=self._workshop.codec)
         if "partition-id" in node:
             self._number = int(node["partition-id"])
             self._indices = self._setup.partition[self._number]
@@ -86,14 +103,19 @@ class Device:
         plan = setup.strategy.plan(situation)
         if plan is None:
             return b""
-        kernels = machine_plan()
-        workshop = setup.workshop
-        workshop.plan = kernels
-        check_state(workshop.chain(), state, None)
+        check_state(self._workshop.chain(), state, None)
         task = Task(experiment.seed, round_index, self._number, self._indices, plan.work, lr)
-        contribution = workshop.train(task, workshop.server_state(state))
-        remember_plan(kernels)
-        return Contract(workshop.chain()).encode(contribution)
+        begin = time.perf_counter()
+        contribution = self._workshop.train(task, self._workshop.server_state(state))
+        spent_s = time.perf_counter() - begin
+        logger.info("round %s: trained %.3f s, process %s", round_index + 1, spent_s, os.getpid())
+        if contribution.memory:
+            raise InvalidExperiment(
+                f"strategy {experiment.strategy.name!r} lets devices remember something from round "
+                "to round, which only a simulation can do"
+            )
+        remember_plan(self._workshop.plan)
+        return self._contract.encode(contribution, state)
 
 
 def _threads(node: Mapping[str, Any]) -> int:

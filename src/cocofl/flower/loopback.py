@@ -24,6 +24,8 @@ from cocofl.flower.app import toml_value
 from cocofl.flower.keys import Certificates, make_certificates, make_node_key
 
 LINK = "loop"
+# As a file: in a module of the package it would begin with importing PyTorch.
+NODE_PROGRAM = [sys.executable, "-P", str(Path(__file__).with_name("node.py"))]
 _HOST = "127.0.0.1"
 _PORTS = itertools.count(random.SystemRandom().randrange(10_000, 30_000))
 _PATIENCE_S = 120.0
@@ -36,11 +38,15 @@ class DeploymentFailed(RuntimeError):
 class Loopback:
     """One SuperLink; SuperNodes are added, killed and brought back as one likes.
 
-    ``secure`` turns on TLS and asks every SuperNode for a registered key.
+    ``secure`` turns on TLS and asks every SuperNode for a registered key. ``stock`` takes Flower's
+    own SuperNodes, which start a process for every message. With ``database`` a SuperLink that was
+    killed can be started again and knows its nodes; its work then takes twice the time.
     """
 
-    def __init__(self, folder: Path, *, secure: bool = False) -> None:
-        self.folder = folder.absolute()
+    def __init__(
+        self, folder: Path, *, secure: bool = False, stock: bool = False, database: bool = False
+    ) -> None:
+        self.folder, self._stock, self._database = folder.absolute(), stock, database
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = _free_port()
         self.certificates: Certificates | None = None
@@ -70,7 +76,8 @@ class Loopback:
     def start_link(self) -> subprocess.Popen[bytes]:
         """The SuperLink; a second one after the first was killed finds its database again."""
         words = ["flower-superlink", "--host", _HOST, "--port", str(self.port)]
-        words += ["--database", str(self.folder / "link.db")]
+        if self._database:
+            words += ["--database", str(self.folder / "link.db")]
         if self.certificates is None:
             words += ["--insecure"]
         else:
@@ -90,8 +97,11 @@ class Loopback:
         authority: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """A SuperNode with its node config; with TLS it needs a key."""
-        words = ["flower-supernode", "--superlink", f"{_HOST}:{self.port}", "--host", _HOST]
-        words += ["--port", str(_free_port())]
+        if self._stock:
+            words = ["flower-supernode", "--host", _HOST, "--port", str(_free_port())]
+        else:
+            words = NODE_PROGRAM
+        words = [*words, "--superlink", f"{_HOST}:{self.port}"]
         pairs = [f"{name}={json.dumps(value)}" for name, value in (config or {}).items()]
         if pairs:
             words += ["--node-config", " ".join(pairs)]
@@ -244,8 +254,8 @@ class Loopback:
 
 
 def _program(name: str) -> str:
-    """The program of this very environment."""
-    return str(Path(sys.executable).with_name(name))
+    """The program of this very environment; a path stays what it is."""
+    return str(Path(sys.executable).parent / name)
 
 
 def _free_port() -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from torch import Tensor
 
 from cocofl.errors import RejectedUpdate
@@ -18,32 +20,34 @@ from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.runlog import state_bytes, state_from_bytes
 
 STATE, REQUEST, UPDATE, ABOUT = "state", "request", "update", "about"
-_BYTES = "cocofl.bytes"
+_WAIT_SHARE, _LONGEST_POLL_S = 0.05, 0.5
+
+# A reply can be seen before all parts of it have arrived. Flower then waits a second before it
+# looks again, with every reply behind this one; there is no setting for it but this.
+assert pull_objects.__kwdefaults__ is not None
+pull_objects.__kwdefaults__["initial_backoff"] = 0.05
 
 Settings = dict[str, Any]
 Reply = Message | Exception | None
 """What came back for a message; an exception if it cannot be read, None if nothing came."""
 
 
-def state_record(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """A state as one array of bytes, a safetensors file.
+def state_record(state: Mapping[str, Tensor]) -> ConfigRecord:
+    """A state as one value, a safetensors file.
 
-    Flower fetches every array with a request of its own: one array per tensor kept a SuperLink
-    busy for seconds in every round.
+    Flower moves every part of a message with a request of its own, and an array is three of them:
+    with one array per tensor a SuperLink was busy for seconds in every round.
     """
-    return _bytes_record(STATE, state_bytes(state))
+    return ConfigRecord({STATE: state_bytes(state)})
 
 
-def state_of(record: ArrayRecord) -> Tensors:
-    """The state again."""
-    return state_from_bytes(record[STATE].data)
+def _state_of(content: RecordDict) -> Tensors:
+    payload = content.config_records[STATE][STATE]
+    assert isinstance(payload, bytes)
+    return state_from_bytes(payload)
 
 
-def _bytes_record(name: str, payload: bytes) -> ArrayRecord:
-    return ArrayRecord({name: Array("uint8", (len(payload),), _BYTES, payload)})
-
-
-def request(state: ArrayRecord, settings: Mapping[str, Any]) -> RecordDict:
+def request(state: ConfigRecord, settings: Mapping[str, Any]) -> RecordDict:
     """What a device is sent: the server's state, and how to train."""
     return RecordDict({STATE: state, REQUEST: ConfigRecord({"json": json.dumps(settings)})})
 
@@ -51,7 +55,7 @@ def request(state: ArrayRecord, settings: Mapping[str, Any]) -> RecordDict:
 def read_request(message: Message) -> tuple[Tensors, Settings]:
     """What the server sent."""
     settings: Settings = json.loads(str(message.content.config_records[REQUEST]["json"]))
-    return state_of(message.content.array_records[STATE]), settings
+    return _state_of(message.content), settings
 
 
 # --- replies of devices that nobody trusts -------------------------------------------------------
@@ -59,7 +63,7 @@ def read_request(message: Message) -> tuple[Tensors, Settings]:
 
 def update_reply(payload: bytes) -> RecordDict:
     """An update that is bytes already; none of them for a device that sits the round out."""
-    return RecordDict({UPDATE: _bytes_record(UPDATE, payload) if payload else ArrayRecord()})
+    return RecordDict({UPDATE: ConfigRecord({UPDATE: payload} if payload else {})})
 
 
 def read_update(message: Message) -> bytes:
@@ -67,15 +71,15 @@ def read_update(message: Message) -> bytes:
     if message.has_error():
         raise RejectedUpdate("failed", f"the device could not: {message.error.reason:.300}")
     content = message.content
-    records = content.array_records.get(UPDATE)
-    if records is None or set(content) != {UPDATE} or set(records) - {UPDATE}:
+    record = content.config_records.get(UPDATE)
+    if record is None or set(content) != {UPDATE} or set(record) - {UPDATE}:
         raise RejectedUpdate("format", f"the reply holds {sorted(content)!r:.200}; expected update")
-    if not records:
+    if not record:
         return b""
-    array = records[UPDATE]
-    if array.stype != _BYTES or not isinstance(array.data, bytes) or not array.data:
-        raise RejectedUpdate("format", f"the update is {array.stype!r:.40}; expected {_BYTES}")
-    return array.data
+    payload = record[UPDATE]
+    if not isinstance(payload, bytes) or not payload:
+        raise RejectedUpdate("format", f"the update is {payload!r:.40}; expected bytes")
+    return payload
 
 
 # --- replies of our own processes ----------------------------------------------------------------
@@ -105,7 +109,7 @@ def read_contribution(message: Message) -> Contribution:
     """The contribution again, to the bit."""
     about = json.loads(str(message.content.config_records[ABOUT]["json"]))
     about["rows"] = {key: np.array(rows, np.int64) for key, rows in about["rows"].items()}
-    sent = ServerState.from_flat(state_of(message.content.array_records[STATE]))
+    sent = ServerState.from_flat(_state_of(message.content))
     return Contribution(sent.tensors, memory=sent.memory, **about)
 
 
@@ -116,32 +120,42 @@ def ask(
     grid: Grid,
     messages: Sequence[Message],
     timeout_s: float | None = None,
-    poll_s: float = 0.5,
+    poll_s: float = 0.1,
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[Reply]:
     """Send messages and wait for the replies, in the order of the messages.
 
     Each reply is fetched by itself, so that one that cannot even be unpacked spoils no other.
     """
-    ids = list(grid.push_messages(messages))
+    ids = grid.push_messages(messages)
+    waiting = deque((name, index) for index, name in enumerate(ids) if name)
     replies: list[Reply] = [None] * len(messages)
-    open_ids = {message_id: index for index, message_id in enumerate(ids) if message_id}
-    end = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-    while open_ids:
-        for message_id, index in list(open_ids.items()):
-            for reply in _fetched(grid, message_id):
-                replies[index] = reply
-                open_ids.pop(message_id, None)
-        if not open_ids or time.monotonic() >= end or is_over():
+    begin = time.monotonic()
+    while waiting:
+        if _fetch(grid, *waiting[0], replies):
+            waiting.popleft()
+            continue
+        waited_s = time.monotonic() - begin
+        if is_over() or (timeout_s is not None and waited_s >= timeout_s):
             break
-        time.sleep(poll_s)
+        # Looking at one at a time: a SuperLink that is asked about all of them all the time is busy
+        # with that. All are needed, so it does not matter which one comes next.
+        waiting.rotate(-1)
+        time.sleep(max(poll_s, min(_WAIT_SHARE * waited_s, _LONGEST_POLL_S)))
+    for name, index in waiting:  # who came while others were looked at is not late
+        _fetch(grid, name, index, replies)
     return replies
 
 
-def _fetched(grid: Grid, message_id: str) -> Iterator[Reply]:
+def _fetch(grid: Grid, name: str, index: int, replies: list[Reply]) -> bool:
+    """Take the reply to a message, if it is there."""
     try:
-        yield from grid.pull_messages([message_id])
+        found = list(grid.pull_messages([name]))
     except httpx.HTTPError:
         raise  # the SuperLink cannot be reached: that is no device's fault
     except Exception as error:
-        yield error
+        replies[index] = error
+        return True
+    if found:
+        replies[index] = found[0]
+    return bool(found)

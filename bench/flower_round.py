@@ -1,0 +1,143 @@
+"""What a round of a deployment costs beside training: old and new SuperNodes, interleaved.
+
+    python bench/flower_round.py --repeats 3 --rounds 8
+
+"Old" are Flower's own SuperNodes, which start a process for every message; "new" are ours, which
+keep it. Each deployment is a SuperLink and three SuperNodes on loopback with the quick start, as
+`cocofl flower up` has it. Old and new take turns. The first round of a deployment prepares devices
+and is told by itself; the others are all counted. Training is the time of the round's slowest
+device. Memory is that of all processes of one device, at the moment in which training begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from cocofl.config import Experiment
+from cocofl.flower.app import run_config, write_app
+from cocofl.flower.loopback import Loopback
+from cocofl.flower.settings import Deployment
+from cocofl.flower.trial import BUDGETS
+
+# An app whose devices write down the memory of their process group before they train.
+MEASURED = """
+import json, os
+from pathlib import Path
+from cocofl.flower import client
+
+app = client.app
+
+
+class Measured(client.Device):
+    def play(self, round_index, lr, state):
+        found = {"round": round_index + 1, "processes": 0, "Rss": 0, "Pss": 0}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.getpgid(int(entry.name)) != os.getpgid(0):
+                    continue
+                lines = (entry / "smaps_rollup").read_text().splitlines()[1:]
+            except OSError:
+                continue
+            kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+            found["processes"] += 1
+            for name in ("Rss", "Pss"):
+                found[name] += kilobytes[name] / 1024
+        with open(os.environ["COCOFL_BENCH_MEMORY"], "a") as out:
+            out.write(json.dumps(found) + chr(10))
+        return super().play(round_index, lr, state)
+
+
+client.Device = Measured
+"""
+TRAINED = re.compile(r"round (\d+): trained ([\d.]+) s")
+
+
+def deploy(folder: Path, rounds: int, supernodes: int, stock: bool) -> dict[str, list[float]]:
+    """Seconds of every round and of its training, and the memory of devices, from one run."""
+    settings = Deployment(nodes=supernodes, folder=str(folder / "run"), round_s=300)
+    app = write_app(folder / "app", run_config(Experiment(rounds=rounds), settings))
+    (app / "measured.py").write_text(MEASURED)
+    text = (app / "pyproject.toml").read_text()
+    (app / "pyproject.toml").write_text(text.replace("cocofl.flower.client:app", "measured:app"))
+    os.environ["COCOFL_BENCH_MEMORY"] = str(folder / "memory.jsonl")
+    with Loopback(folder / "network", stock=stock) as network:
+        for number in range(supernodes):
+            limits = dict.fromkeys(("time", "memory", "upload"), BUDGETS[number % len(BUDGETS)])
+            node = {"partition-id": number, "num-partitions": supernodes, **limits}
+            network.start_node(f"supernode{number}", node)
+        network.submit(app)
+        ends = round_ends(folder / "run" / "metrics.jsonl", rounds)
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+    assert all(record["merged"] == supernodes for record in records), records
+    trained: defaultdict[int, float] = defaultdict(float)
+    for log in (folder / "network").glob("supernode*.log"):
+        for number, seconds in TRAINED.findall(log.read_text()):
+            trained[int(number)] = max(trained[int(number)], float(seconds))
+    memory = [json.loads(line) for line in (folder / "memory.jsonl").open()]
+    return {
+        "round_s": [after - before for before, after in itertools.pairwise(ends)],
+        "training_s": [trained[number] for number in range(2, rounds + 1)],
+        "memory_mb": [one["Rss"] for one in memory if one["round"] == 1],
+        "pss_mb": [one["Pss"] for one in memory if one["round"] == 1],
+        "later_mb": [one["Rss"] for one in memory if one["round"] > 1],
+        "processes": [one["processes"] for one in memory],
+    }
+
+
+def round_ends(metrics: Path, rounds: int) -> list[float]:
+    """When each line of the metrics was written."""
+    ends: list[float] = []
+    give_up = time.monotonic() + 120 * rounds
+    while len(ends) < rounds:
+        written = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        ends += [time.monotonic()] * (written - len(ends))
+        assert time.monotonic() < give_up, "the deployment does not get on; see its logs"
+        time.sleep(0.02)
+    return ends
+
+
+def main() -> None:
+    """Take turns, and print medians."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8, help="of each deployment")
+    parser.add_argument("--supernodes", type=int, default=3)
+    parser.add_argument("--only", choices=("old", "new"))
+    options = parser.parse_args()
+    found: dict[str, defaultdict[str, list[float]]] = {}
+    for _ in range(options.repeats):
+        for way in ("old", "new") if options.only is None else (options.only,):
+            with tempfile.TemporaryDirectory() as folder:
+                measured = deploy(Path(folder), options.rounds, options.supernodes, way == "old")
+            pairs = zip(measured["round_s"], measured["training_s"], strict=True)
+            measured["beside_s"] = [whole - training for whole, training in pairs]
+            for name, values in measured.items():
+                found.setdefault(way, defaultdict(list))[name] += values
+            spent = ", ".join(f"{s:.2f}" for s in measured["beside_s"])
+            print(f"{way}: beside training {spent} s; load {os.getloadavg()[0]:.1f}", flush=True)
+    for way, lists in found.items():
+        middle = {name: statistics.median(numbers) for name, numbers in lists.items()}
+        print(
+            f"{way}: round {middle['round_s']:.2f} s, training {middle['training_s']:.2f} s, "
+            f"beside it {middle['beside_s']:.2f} s (medians of {len(lists['round_s'])} rounds); "
+            f"one device before training: {middle['processes']:.0f} processes, "
+            f"{middle['memory_mb']:.0f} MB resident ({middle['pss_mb']:.0f} MB proportional), "
+            f"{middle['later_mb']:.0f} MB before a later round"
+        )
+    if len(found) == 2:
+        for name in ("round_s", "beside_s"):
+            old, new = (statistics.median(found[way][name]) for way in ("old", "new"))
+            print(f"old / new, {name}: {old / new:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""A device's end of the network: a SuperNode that keeps the process its ClientApp runs in.
+
+Flower's own ``flower-supernode`` starts a process for every message, which loads libraries, data
+and network anew, and looks for messages every three seconds. This one starts such a process when
+the first message of an app comes, hands it every further one, and looks more often while rounds
+are short. It only carries bytes: messages are opened in the other process
+(:mod:`cocofl.flower.app_process`), over a pair of sockets that nobody else can reach.
+
+``cocofl flower node`` runs this file as a program: importing ``cocofl`` would load PyTorch here,
+and only the other process needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from logging import ERROR, INFO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Error, Message
+from flwr.common.config import parse_config_args
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_from_proto, run_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore import log
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    pull_objects,
+    push_object_contents_from_iterable,
+)
+from flwr.supercore.run import Run, RunNotRunningException
+from flwr.supernode.fleet_http_connection import http_request_response
+
+# A look for messages costs the server a request: wait a small part of the time waited already.
+_WAIT_SHARE, _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.05, 0.1, 3.0
+_IDLE_S = 600.0  # then the app's process gives its memory back
+_MOST_BYTES = 2**31
+
+Reply = tuple[Message, ObjectTree, dict[str, bytes]]
+
+
+class Link(NamedTuple):
+    """What Flower's connection to the SuperLink can do."""
+
+    node_id: int
+    receive: Callable[[], tuple[Message, ObjectTree] | None]
+    send: Callable[[Message, ObjectTree, float], tuple[set[str], str]]
+    get_run: Callable[[int], Run]
+    get_fab: Callable[[str, int], Fab]
+    pull_object: Callable[[int, str], bytes]
+    push_object: Callable[[int, str, str, bytes], None]
+    confirm: Callable[[int, str], None]
+
+
+class AppProcess:
+    """The process in which the ClientApp runs, started when there is something for it to do."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._fab = ""
+
+    def ask(self, fab: str, frames: Sequence[bytes], within_s: float) -> list[bytes]:
+        """What it answers to a message, in the process that has this app's modules."""
+        if self._process is None or self._process.poll() is not None or self._fab != fab:
+            self.close()
+            self._start(fab)
+        try:
+            send_frames(self._pipe, frames)
+            if self._pipe.poll(within_s):
+                return receive_frames(self._pipe)
+        except (EOFError, OSError):
+            raise ChildProcessError(f"the app's process ended with {self.close()}") from None
+        self.close()
+        raise TimeoutError(f"the app gave no answer in {within_s:.0f} s; its process was ended")
+
+    def _start(self, fab: str) -> None:
+        self._pipe, theirs = Pipe()
+        words = [sys.executable, "-P", "-m", "cocofl.flower.app_process", str(theirs.fileno())]
+        self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._fab = fab
+
+    def close(self) -> int | None:
+        """End it, if there is one; its exit code, negative for a signal."""
+        if self._process is None:
+            return None
+        self._pipe.close()
+        self._process.kill()
+        code, self._process = self._process.wait(), None
+        return code
+
+
+def send_frames(pipe: Connection, frames: Sequence[bytes]) -> None:
+    """How many, then each."""
+    pipe.send_bytes(str(len(frames)).encode())
+    for frame in frames:
+        pipe.send_bytes(frame)
+
+
+def receive_frames(pipe: Connection) -> list[bytes]:
+    """The frames again; one that is too large is an error before it is read."""
+    return [pipe.recv_bytes(_MOST_BYTES) for _ in range(int(pipe.recv_bytes(20)))]
+
+
+class Node:
+    """Takes messages from the SuperLink to the app's process, and its replies back."""
+
+    def __init__(self, link: Link, config: Mapping[str, Any]) -> None:
+        self._link = link
+        self._about = json.dumps({"node_id": link.node_id, "node_config": dict(config)}).encode()
+        self._app = AppProcess()
+        self._run = lru_cache(maxsize=1)(self._fetch_run)
+
+    def serve(self) -> None:
+        """Until a signal comes."""
+        idle_since = time.monotonic()
+        try:
+            while True:
+                if self._serve_one():
+                    idle_since = time.monotonic()
+                    continue
+                waited_s = time.monotonic() - idle_since
+                if waited_s > _IDLE_S:
+                    self._app.close()
+                time.sleep(min(max(_SHORTEST_WAIT_S, _WAIT_SHARE * waited_s), _LONGEST_WAIT_S))
+        finally:
+            self._app.close()
+
+    def _serve_one(self) -> bool:
+        """Whether there was a message; what goes wrong with one is no reason not to go on."""
+        try:
+            received = self._link.receive()
+            if received is None:
+                return False
+            self._carry(*received)
+        except RunNotRunningException:
+            log(INFO, "The run is over; its message is not answered.")
+        except Exception as error:
+            log(ERROR, "A message was not answered: %r", error)
+        return True
+
+    def _carry(self, message: Message, tree: ObjectTree) -> None:
+        run_id, message_id = message.metadata.run_id, message.metadata.message_id
+        run, fab = self._run(run_id)
+        contents = pull_objects(
+            [part.object_id for part in iterate_object_tree(tree)],
+            partial(self._link.pull_object, run_id),
+            initial_backoff=_SHORTEST_WAIT_S,
+        )
+        self._link.confirm(run_id, message_id)
+        begin = time.monotonic()
+        frames = [self._about, run, fab.content, tree.object_id.encode()]
+        frames += [part for pair in contents.items() for part in (pair[0].encode(), pair[1])]
+        contents.clear()
+        try:
+            reply, tree, objects = _read_reply(
+                self._app.ask(fab.hash_str, frames, message.metadata.ttl)
+            )
+        except ChildProcessError as error:
+            reply, tree, objects = _error_reply(message, str(error))
+        to_push, session = self._link.send(reply, tree, time.monotonic() - begin)
+        push_object_contents_from_iterable(
+            [(name, content) for name, content in objects.items() if name in to_push],
+            partial(self._link.push_object, run_id, session),
+        )
+        log(INFO, "Answered message %s in %.2f s", message_id, time.monotonic() - begin)
+
+    def _fetch_run(self, run_id: int) -> tuple[bytes, Fab]:
+        run = self._link.get_run(run_id)
+        return run_to_proto(run).SerializeToString(), self._link.get_fab(run.fab_hash, run_id)
+
+
+def _read_reply(frames: Sequence[bytes]) -> Reply:
+    """A message without its content, the tree of its objects, and these by name."""
+    message, tree, *objects = frames
+    names = (name.decode() for name in objects[::2])
+    return (
+        message_from_proto(ProtoMessage.FromString(message)),
+        ObjectTree.FromString(tree),
+        dict(zip(names, objects[1::2], strict=True)),
+    )
+
+
+def _error_reply(message: Message, reason: str) -> Reply:
+    reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    objects = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
+    return reply, get_object_tree(reply), objects
+
+
+def _arguments() -> argparse.Namespace:
+    """Those of ``cocofl flower node``, where they are explained; named as Flower names them."""
+    parser = argparse.ArgumentParser(prog="cocofl flower node")
+    parser.add_argument("--superlink", required=True)
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--root-certificates")
+    parser.add_argument("--auth-supernode-private-key", type=Path)
+    parser.add_argument("--node-config", default="")
+    arguments = parser.parse_args()
+    if arguments.insecure and (arguments.root_certificates or arguments.auth_supernode_private_key):
+        parser.error("--insecure goes without certificates and keys, which need TLS")
+    return arguments
+
+
+def _keys(path: Path | None) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey] | None:
+    if path is None:
+        return None
+    key = load_ssh_private_key(path.expanduser().read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        sys.exit(f"{path} holds no ECDSA key; make one with ssh-keygen -t ecdsa -b 384")
+    return key, key.public_key()
+
+
+def main() -> None:
+    """Join the federation, and take part until a signal comes."""
+    arguments = _arguments()
+    config = parse_config_args([arguments.node_config] if arguments.node_config else None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the SuperLink is told
+    with http_request_response(
+        arguments.superlink,
+        arguments.insecure,
+        arguments.root_certificates,
+        _keys(arguments.auth_supernode_private_key),
+    ) as connection:
+        link = Link(*connection)
+        log(INFO, "SuperNode ID: %s", link.node_id)
+        Node(link, config).serve()
+    sys.exit(1)  # Flower has logged why
+
+
+if __name__ == "__main__":
+    main()
