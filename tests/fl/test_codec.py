@@ -17,8 +17,8 @@ from cocofl.experiment import Setup
 from cocofl.fl.codec import ERROR, codec, transmitted
 from cocofl.fl.state import Contribution
 from cocofl.flower.updates import Contract
+from tests.extensions import write_extensions
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY: dict[str, Any] = {
     "rounds": 2,
     "model": {"name": "resnet10-digits", "options": {"tiny": True}},
@@ -32,8 +32,10 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def importable(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("extensions")
+    write_extensions(folder)
+    monkeypatch.syspath_prepend(str(folder))
 
 
 def test_identity_is_what_was_sent() -> None:
