@@ -40,6 +40,7 @@ FEDERATED = """
 import numpy as np
 from cocofl import data
 from cocofl.fl.local import Materials, Task, Workshop
+from cocofl.fl.state import ServerState
 from cocofl.fl.training import Training
 from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.freeze import chain_state
@@ -48,8 +49,9 @@ from cocofl.profiling.subject import Subject
 digits = data.load("digits")
 subject = Subject("resnet10-digits", 16, 10)
 workshop = Workshop(Materials(subject, Training(batch=16, epochs=2), digits.train, digits.test))
+state = ServerState(chain_state(workshop.chain()))
 for work in (WidthWork(0.25), OrderedWork((0.25, 0.5))):
-    workshop.train(Task(5, 2, 3, np.arange(48), work, 0.1), chain_state(workshop.chain()))
+    workshop.train(Task(5, 2, 3, np.arange(48), work, 0.1), state)
 """
 
 

@@ -250,9 +250,9 @@ def test_attention(rows: int, channels: int) -> None:
     with Precision.named("fp32").active():
         assert KernelSet.on(torch.device("cuda")).attention(*inputs, mask) is None
     with Precision.named("tf32").active():
-        kernels = KernelSet.on(torch.device("cuda")).attention(*inputs, mask)
-        assert kernels is not None
-        y = kernels.attention(*inputs, mask, channels**-0.5)
+        attend = KernelSet.on(torch.device("cuda")).attention(*inputs, mask)
+        assert attend is not None
+        y = attend(*inputs, mask, channels**-0.5)
         found = y, *torch.autograd.grad(y, inputs, g)
     y = F.scaled_dot_product_attention(*exact, attn_mask=mask)
     expected = y, *torch.autograd.grad(y, exact, g.double())

@@ -34,8 +34,8 @@ from cocofl.vector import (
     DeviceWork,
     Narrowing,
     Program,
-    RowLayout,
     Rows,
+    Segments,
     factor_row,
     score_count,
 )
@@ -450,7 +450,7 @@ def statistics_part(width: float) -> str:
     return STATISTICS if width == 1.0 else f"{STATISTICS}@{width!r}"
 
 
-def _unpacked(slots: RowLayout, row: Tensor) -> Tensors:
+def _unpacked(slots: Segments, row: Tensor) -> Tensors:
     """Views of a row; a tied weight's second key gets a copy, so that it can be saved."""
     found, seen = Tensors(), set()
     for key, slot in slots.by_key.items():

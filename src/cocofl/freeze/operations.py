@@ -108,7 +108,7 @@ class LoweredBlock:
     sites: tuple[str, ...]
     """Values whose scales a device measures when it trains this block."""
     channels_last: bool
-    """Whether the block runs on channels-last images; ``view`` may not."""
+    """Whether the block may run on channels-last images; one with ``view`` may not."""
     whole: Any = None
     """If the block stays one operation, the structure of what it returns; () for one value."""
 

@@ -1,7 +1,7 @@
 """A chain with a device axis: the devices of a round as one computation."""
 
 from cocofl.vector.program.program import Program, score_count
-from cocofl.vector.program.row_layout import RowLayout
+from cocofl.vector.program.row_layout import Segments
 from cocofl.vector.training import losses
 from cocofl.vector.training.agreement import Narrowing, disagreement
 from cocofl.vector.training.cohort import Cohort, DeviceWork, Source
@@ -24,9 +24,9 @@ __all__ = [
     "Optimizer",
     "Precision",
     "Program",
-    "RowLayout",
     "Rows",
     "RuleMemory",
+    "Segments",
     "Sgd",
     "SmallerCohort",
     "Source",

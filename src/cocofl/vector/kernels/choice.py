@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,133 +24,43 @@ _HEAD_CHANNELS = 128  # of which a tile still fits
 _SMALL = 512  # channels up to which a linear layer does little with what it reads
 _ROW = 4096  # channels that a program can hold at a time
 
-
-class RowKernels(Protocol):
-    """The elementwise chains around a layer, on (device, row, channel).
-
-    See :mod:`cocofl.vector.kernels.plain`, which defines them.
-    """
-
-    def largest(self, x: Tensor, rows: Tensor, /) -> Tensor:
-        """max|x| / 127 of each device."""
-
-    def coefficients(self, y: Tensor, rows: Tensor, norm: Norm, /) -> Coefficients:
-        """What a norm does to each channel."""
-
-    def finish(
-        self,
-        y: Tensor,
-        factor: Tensor | None,
-        offset: Tensor | None,
-        addend: Tensor | None,
-        activation: Activation,
-        grid: StackedGrid | None,
-        /,
-    ) -> Tensor:
-        """``round(activation(factor · y + offset + addend))``."""
-
-    def back(
-        self,
-        g: Tensor,
-        z: Tensor | None,
-        activation: Activation,
-        grid: StackedGrid | None,
-        y: Tensor | None,
-        rows: Tensor,
-        c: Coefficients | None,
-        norm: Norm | None,
-        z_grid: StackedGrid | None,
-        /,
-        *,
-        asked: Tensor,
-        share: bool,
-    ) -> tuple[Tensor, Backward]:
-        """The whole way back."""
-
-    def total(self, g: Tensor, rows: Tensor, /) -> Tensor:
-        """The sum over valid rows."""
-
-    def measured_grid(
-        self, scale: Tensor, fly: Tensor, unsigned: Tensor, known: StackedGrid, /
-    ) -> StackedGrid:
-        """The known grids, and those made on the fly."""
+_Maybe = Tensor | None
 
 
-class FusedRowKernels(RowKernels, Protocol):
-    """The same, and the plainest optimizer, each in one pass over memory."""
+class RowKernels(NamedTuple):
+    """The elementwise chains around a layer; :mod:`cocofl.vector.kernels.plain` defines them."""
 
-    def sgd(
-        self,
-        parameters: Tensor,
-        gradients: Tensor,
-        learns: Tensor,
-        valid: Tensor,
-        lr: Tensor,
-        weight_decay: float,
-        /,
-    ) -> None:
-        """Move the places that learn."""
-
-
-class ChainKernels(Protocol):
-    """Dropout and LayerNorm."""
-
-    def drop(self, x: Tensor, dropping: Dropping, /) -> Tensor:
-        """Drop elements on some devices."""
-
-    def normalise(
-        self,
-        x: Tensor,
-        addend: Tensor | None,
-        dropping: Dropping | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        channels: Tensor | None,
-        /,
-    ) -> Tensor:
-        """Drop, add and normalise."""
+    largest: Callable[[Tensor, Tensor], Tensor]
+    coefficients: Callable[[Tensor, Tensor, Norm], Coefficients]
+    finish: Callable[
+        [Tensor, _Maybe, _Maybe, _Maybe, Activation, StackedGrid | None],
+        Tensor,
+    ]
+    back: Callable[..., tuple[Tensor, Backward]]
+    total: Callable[[Tensor, Tensor], Tensor]
+    measured_grid: Callable[[Tensor, Tensor, Tensor, StackedGrid], StackedGrid]
+    sgd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None] | None = None
+    """Descent by gradients alone, in one pass over memory."""
 
 
-class LinearKernels(Protocol):
-    """Several linear layers of one input."""
+class ChainKernels(NamedTuple):
+    """Dropout; and LayerNorm of a sum, one part of which may be dropped from."""
 
-    def linear(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        activation: Activation,
-        /,
-    ) -> Sequence[Tensor]:
-        """Their results."""
-
-    def stacked(self, grids: Sequence[StackedGrid | None], /) -> Tensor | None:
-        """Grids as the two below take them."""
-
-    def linear_input(
-        self,
-        gradients: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        addend: Tensor | None,
-        grid: Tensor | None,
-        /,
-    ) -> Tensor:
-        """The input's gradient."""
-
-    def linear_weight(
-        self, gradient: Tensor, x: Tensor, grid: Tensor | None, /
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of a weight and a bias."""
+    drop: Callable[[Tensor, Dropping], Tensor]
+    normalise: Callable[[Tensor, _Maybe, Dropping | None, _Maybe, _Maybe, float, _Maybe], Tensor]
 
 
-class AttentionKernels(Protocol):
-    """Attention whose weights are not dropped."""
+class LinearKernels(NamedTuple):
+    """Several linear layers of one input: results, gradients, and grids as these take them."""
 
-    def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, /
-    ) -> Tensor:
-        """As ``F.scaled_dot_product_attention``."""
+    linear: Callable[[Tensor, Sequence[Tensor], Sequence[_Maybe], Activation], Sequence[Tensor]]
+    stacked: Callable[[Sequence[StackedGrid | None]], _Maybe]
+    linear_input: Callable[[Sequence[Tensor], Sequence[Tensor], _Maybe, _Maybe], Tensor]
+    linear_weight: Callable[[Tensor, Tensor, _Maybe], tuple[Tensor, Tensor]]
+
+
+Attention = Callable[[Tensor, Tensor, Tensor, _Maybe, float], Tensor]
+"""From query, key, value, mask and scale: attention whose weights are not dropped."""
 
 
 class Convolution(NamedTuple):
@@ -167,10 +77,10 @@ class Convolution(NamedTuple):
 class TritonKernels(NamedTuple):
     """Kernels of our own."""
 
-    rows: FusedRowKernels
+    rows: RowKernels
     chains: ChainKernels
     linear: LinearKernels
-    attention: AttentionKernels
+    attention: Attention
     depthwise: Convolution
     dense: Convolution
 
@@ -196,7 +106,7 @@ class KernelSet:
     def rows(self, x: Tensor) -> RowKernels:
         """For the elementwise chains around a layer."""
         own = self.fused(x)
-        return plain if own is None else own.rows
+        return _PLAIN_ROWS if own is None else own.rows
 
     def chains(self, x: Tensor) -> ChainKernels | None:
         """Our own dropout and LayerNorm, where they run."""
@@ -229,7 +139,7 @@ class KernelSet:
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> AttentionKernels | None:
+    ) -> Attention | None:
         """Our own attention, where it is the faster one.
 
         Tensors are (sample, head, row, channel), and a mask may be over keys only.
@@ -244,6 +154,9 @@ class KernelSet:
         return own.attention
 
 
+_PLAIN_ROWS = RowKernels(
+    plain.largest, plain.coefficients, plain.finish, plain.back, plain.total, plain.measured_grid
+)
 PLAIN = KernelSet()
 """Where there are no kernels of our own."""
 
@@ -260,14 +173,16 @@ def _triton_kernels() -> TritonKernels:
         triton_rows,
     )
 
-    depthwise, dense = triton_depthwise, triton_dense
+    def of(module: Any, kind: Any, *names: str) -> Any:
+        return kind(*(getattr(module, name) for name in names))
+
     return TritonKernels(
-        triton_rows,
-        triton_chains,
-        triton_linear,
-        triton_attention,
-        Convolution(depthwise.depthwise, depthwise.depthwise_input, depthwise.depthwise_weight),
-        Convolution(dense.dense, dense.dense_input, dense.dense_weight),
+        of(triton_rows, RowKernels, *RowKernels._fields),
+        of(triton_chains, ChainKernels, *ChainKernels._fields),
+        of(triton_linear, LinearKernels, *LinearKernels._fields),
+        triton_attention.attention,
+        of(triton_depthwise, Convolution, "depthwise", "depthwise_input", "depthwise_weight"),
+        of(triton_dense, Convolution, "dense", "dense_input", "dense_weight"),
     )
 
 

@@ -545,12 +545,12 @@ class Attend(Instruction):
         queries = self._made_up_for(env[self.query], step.channels.get(self.query))
         query, key, value = (x.flatten(0, 1) for x in (queries, env[self.key], env[self.value]))
         mask = None if self.mask is None else env[self.mask].flatten(0, 1)
-        kernels = step.kernels.attention(query, key, value, mask)
-        if kernels is None:
+        attend = step.kernels.attention(query, key, value, mask)
+        if attend is None:
             y = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
         else:
             scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-            y = kernels.attention(query, key, value, mask, scale)
+            y = attend(query, key, value, mask, scale)
         return step.settle(self.name, y.unflatten(0, queries.shape[:2]), self.block)
 
     def _made_up_for(self, query: Tensor, channels: Tensor | None) -> Tensor:

@@ -37,7 +37,7 @@ class Segment:
         return rows[:, self.start : self.stop].view(len(rows), *self.shape)
 
 
-class RowLayout:
+class Segments:
     """The tensors of one kind, by state-dict key; keys of a tied weight share their segment."""
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class RowLayout:
 class ChainLayout:
     """The rows of a chain: what learns, what norms track, and what nobody changes."""
 
-    parameters: RowLayout
-    statistics: RowLayout
+    parameters: Segments
+    statistics: Segments
     constants: dict[str, int]
     """Other tensors of a state (indices, say), with the block that has them."""
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class ChainLayout:
     @classmethod
     def of(cls, chain: BlockChain) -> ChainLayout:
         """Lay out a chain's tensors."""
-        parameters, statistics, constants = RowLayout(), RowLayout(), dict[str, int]()
+        parameters, statistics, constants = Segments(), Segments(), dict[str, int]()
         for index, block in enumerate(chain.blocks):
             kept = block.state_dict(keep_vars=True)
             for key in block_state(block):

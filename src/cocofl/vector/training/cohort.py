@@ -435,19 +435,19 @@ class Cohort:
             if traits.masked:
                 outputs = of_classes(outputs, self._present)
             losses = self._loss(outputs, labels, self._valid, counts)
-            layout, read = list(leaves), list(leaves.values())
+            segments, read = list(leaves), list(leaves.values())
             if traits.distils:
                 losses = self._taught(losses, outputs, inputs, labels, step)
                 read += self._leaves.values()
             found = torch.autograd.grad(losses.sum(), read, allow_unused=True)
         if self._beside is not None:
             self._beside.join()
-        gradients = self._flat(layout, found[: len(layout)])
+        gradients = self._flat(segments, found[: len(segments)])
         if traits.levels and self.levels is not None:
             self.levels.settle(gradients, self.statistics)
         if traits.distils and self.levels is not None:
             self.levels.settle_held()
-            gradients += self._flat(layout, found[len(layout) :])
+            gradients += self._flat(segments, found[len(segments) :])
         self.losses += torch.where(self._valid > 0, losses.detach().double(), 0.0)
         gradients = self._rules.corrected(
             traits.rules, gradients, self.parameters, self._lr, self._steps_done
@@ -489,10 +489,10 @@ class Cohort:
         own = self._loss(teacher, labels, self._valid, step.counts)
         return (1 - part) * losses + part * apart + torch.where(part > 0, own, 0.0)
 
-    def _flat(self, layout: list[Segment], found: Sequence[Tensor | None]) -> Tensor:
+    def _flat(self, segments: list[Segment], found: Sequence[Tensor | None]) -> Tensor:
         parts, size = [], self.parameters.shape[1]
-        ends = [segment.start for segment in layout[1:]] + [size]
-        for segment, gradient, end in zip(layout, found, ends, strict=True):
+        ends = [segment.start for segment in segments[1:]] + [size]
+        for segment, gradient, end in zip(segments, found, ends, strict=True):
             if gradient is None:
                 # Like PyTorch's optimizers, leave alone what no gradient reaches: no decay either.
                 self._unused.add(segment)

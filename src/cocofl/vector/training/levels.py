@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cocofl.models.widths import Place
 from cocofl.vector.program.program import Program
-from cocofl.vector.program.row_layout import RowLayout, Segment
+from cocofl.vector.program.row_layout import Segment, Segments
 
 # Captured steps read rows of factors where they are: room for more than one is made at a time.
 _CAPACITY = 8
@@ -27,7 +27,7 @@ WHOLE = -1
 
 
 def factor_row(
-    layout: RowLayout, places: Mapping[str, Place], factors: Mapping[str, float] | None = None
+    layout: Segments, places: Mapping[str, Place], factors: Mapping[str, float] | None = None
 ) -> Tensor:
     """Of a narrower network: 1, or the tensor's own factor, at its ``places`` in a row; else 0."""
     tensors = {}

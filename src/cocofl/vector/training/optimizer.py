@@ -55,8 +55,8 @@ class Optimizer(ABC):
 
         A device without ``valid`` samples rests.
         """
-        if self._is_plain and (own := kernels.fused(parameters)) is not None:
-            own.rows.sgd(parameters, gradients, learns, valid, lr, self.weight_decay)
+        if self._is_plain and (descend := kernels.rows(parameters).sgd) is not None:
+            descend(parameters, gradients, learns, valid, lr, self.weight_decay)
             return
         learns = learns & (valid > 0)[:, None]
         if self.clip is not None:
