@@ -181,6 +181,7 @@ class StackedLayout:
             self._block_of |= {key: slot.block for key, slot in kind.by_key.items()}
         self._fresh_statistics = cache(partial(self._statistics_row, tensors={}))
         self.block_bytes = cache(self._block_bytes)
+        self._places_of_level = cache(lambda level: networks.has(level).double().to(on))
         self._width_bytes = cache(self._bytes_at_width)
 
     def is_learned(self, name: str) -> bool:
@@ -363,7 +364,10 @@ class StackedLayout:
 
     def _votes(self, level: int, rows: Mapping[str, Ints]) -> Tensor:
         """By place of a row of parameters, whether a device knows anything about it."""
-        votes = self._networks.has(level).double()
+        votes = self._places_of_level(level)
+        if not rows:
+            return votes
+        votes = votes.clone()
         places = self._shop.places(self._networks.widths[level])
         for key, counted in rows.items():
             if key in self._slots.parameters.by_key:
@@ -372,7 +376,7 @@ class StackedLayout:
                 of_rows = votes_of_rows(held, counted)
                 assert of_rows is not None
                 there[places[key]] = held * of_rows
-        return votes.to(self._like.device)
+        return votes
 
     # Sizes
 
