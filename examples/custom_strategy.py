@@ -1,4 +1,4 @@
-"""A strategy of your own: two pure functions, plan and merge.
+"""A strategy of your own: how a device plans, and how the server merges.
 
 python examples/custom_strategy.py
 
@@ -12,12 +12,16 @@ import tempfile
 from pathlib import Path
 
 from cocofl import Experiment, simulate
-from cocofl.fl.federation import Situation
-from cocofl.fl.merge import merge
-from cocofl.fl.select import feasible
-from cocofl.fl.spans import SpanWork
-from cocofl.fl.strategies import Plan, Strategy, Tables
-from cocofl.fl.strategies.base import time_share
+from cocofl.strategies import (
+    Mean,
+    Plan,
+    Situation,
+    SpanWork,
+    Strategy,
+    Tables,
+    feasible,
+    time_share,
+)
 
 
 def output_side(tables: Tables, *, variant: str = "qff") -> Strategy:
@@ -25,13 +29,13 @@ def output_side(tables: Tables, *, variant: str = "qff") -> Strategy:
     table = tables.spans(variant)
 
     def plan(situation: Situation) -> Plan | None:
-        spans = [s for s in feasible(table, situation.budget) if s.stop == tables.n_blocks]
+        spans = [s for s in feasible(table, situation.budget) if tables.n_blocks - 1 in s]
         if not spans:
             return None  # the device sits this round out, and is counted
         span = max(spans, key=len)
         return Plan(SpanWork(span, variant), time_share(table, [span], situation.budget))
 
-    return Strategy(plan, merge, integers=variant == "qff")
+    return Strategy(plan, Mean(), integers=variant == "qff")
 
 
 def main() -> None:

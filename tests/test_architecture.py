@@ -24,7 +24,7 @@ FLOORS = [
     {"config"},
     {"engine"},
     {"runlog"},
-    {"codecs", "metrics", "strategies"},
+    {"codecs", "kernels", "metrics", "strategies"},
     {"fl"},
     {"profiling"},
     {"vector"},

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 LENGTHY = {
     "bring-your-own-model.md",
     "data.md",
+    "extend.md",
     "index.md",
     "profiling.md",
     "reports.md",

@@ -409,6 +409,6 @@ def test_the_classifier_is_trained_beside_every_span(on: str, executor, tmp_path
         assert both[0] > alone[0]
         assert both[1] >= alone[1]
         assert both[2] > alone[2]
-    before = Setup(experiment).job().initial
+    before = Setup(experiment).job().initial.tensors
     moved = {key.partition(".")[0] for key, t in before.items() if not t.equal(run.state[key])}
     assert "classifier" in moved

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocofl.data import draws
 from cocofl.data import partition as pt
+from cocofl.data import stable_random
 from cocofl.errors import InvalidPartition
 from cocofl.rng import stream
 
@@ -139,7 +139,7 @@ def test_drawn_proportions_have_the_moments_of_a_dirichlet_distribution():
     # Mean 1/K and variance (K - 1) / (K² (K alpha + 1)), for K parts.
     rng = stream(3, "test")
     for alpha in (0.1, 1.0, 7.0):
-        shares = np.stack([draws.dirichlet(alpha, 4, rng) for _ in range(5_000)])
+        shares = np.stack([stable_random.dirichlet(alpha, 4, rng) for _ in range(5_000)])
         assert np.allclose(shares.sum(axis=1), 1)
         assert np.allclose(shares.mean(axis=0), 0.25, atol=0.02)
         assert np.allclose(shares.var(axis=0), 3 / (16 * (4 * alpha + 1)), rtol=0.1)

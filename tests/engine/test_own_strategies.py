@@ -16,8 +16,8 @@ from cocofl.engine.executor import InProcess
 from cocofl.models import MODELS
 from cocofl.runlog import Record
 from cocofl.strategies import STRATEGIES, Plan, Situation, Span, SpanWork, Strategy, Tables
+from tests.extensions import write_extensions
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY: dict[str, Any] = {
     "rounds": 4,
     "model": {"name": "exact"},
@@ -47,9 +47,11 @@ def exact(num_classes: int) -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+def importable(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("extensions")
+    write_extensions(folder)
     monkeypatch.setitem(MODELS, "exact", exact)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(folder))
 
 
 def experiment(name: str, **options: Any) -> Experiment:

@@ -13,8 +13,8 @@ from cocofl.engine.executor import InProcess
 from cocofl.engine.workers import Workers
 from cocofl.errors import InvalidSetting
 from cocofl.fl.metrics import Populations, Tally, metric, scores
+from tests.extensions import write_extensions
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 OUTPUTS = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 0.0], [1.0, 0.0, 0.5], [0.0, 0.0, 4.0]])
 LABELS = torch.tensor([0, 1, 1, 2])
 
@@ -55,7 +55,8 @@ def test_unknown_metrics_are_named() -> None:
 def test_a_metric_of_ones_own_is_the_same_on_every_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    write_extensions(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     experiment = Experiment.parse(
         {
             "rounds": 1,

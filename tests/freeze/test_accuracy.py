@@ -14,7 +14,7 @@ from cocofl import Role, Span, all_spans, chain_state, freeze, split
 from cocofl.freeze import VARIANTS, Network
 from cocofl.freeze.block_copy import copy_block
 from cocofl.freeze.floating import fused
-from cocofl.freeze.kernels import kernel
+from cocofl.freeze.kernels import kernel, safe_weight_bits
 from cocofl.freeze.net import integer_part
 from cocofl.freeze.region import IntegerSettings
 from cocofl.numerics import HEADROOM
@@ -78,7 +78,7 @@ def test_each_block_is_close_to_float(
     """Outputs and input gradients, block by block, each block on the true float input."""
     network = Network.of(trained_network.chain)
     state = trained_network.state if measured else trained_network.unmeasured
-    settings = IntegerSettings(lambda _: kernel(backend), HEADROOM, weight_bits=8)
+    settings = IntegerSettings(lambda _: kernel(backend), HEADROOM, safe_weight_bits(backend))
     previous_gradient = None
     for index, boundary in enumerate(float_boundaries(trained_network)):
         blocks = range(index, index + 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cocofl import KernelMissing, KernelPlan, Span, freeze, split
+from cocofl import InvalidSetting, KernelMissing, KernelPlan, Span, freeze, split
 from cocofl.freeze.kernels import (
     KERNELS,
     REFERENCE,
@@ -19,7 +19,7 @@ from cocofl.freeze.kernels import (
     safe_weight_bits,
 )
 from cocofl.freeze.kernels.legacy import NATIVE
-from cocofl.numerics import Codes, Grid, quantize_on_the_fly, quantize_weight
+from cocofl.numerics import Codes, Grid, QuantizedWeight, quantize_on_the_fly, quantize_weight
 
 CPU = torch.device("cpu")
 INTEGER = [k for k in KERNELS.values() if k.integer and k.missing() is None]
@@ -32,6 +32,9 @@ OTHERS = [k for k in KERNELS.values() if k is not REFERENCE and k.missing() is N
 CODES_APART = {"bfloat16": 6}
 CODES_APART_AFTER_ADDING = {"bfloat16": 6, "legacy-fbgemm": 2, "legacy-qnnpack": 2}
 RELATIVE = {"bfloat16": 0.02}
+
+# Sums saturate without VNNI and with 8-bit weights, so there the promise is about 7 bits.
+BITS = {k.name: k.weight_bits() for k in OTHERS}
 
 CONVOLUTIONS = {
     "1x1": ((6, 5, 1, 1), Geometry()),
@@ -57,7 +60,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def convolution(
-    case: str, zero_point: int, *, bias: bool = True, relu: bool = False, bits: int = 8
+    case: str, zero_point: int, bits: int, *, bias: bool = True, relu: bool = False
 ) -> tuple[LinearMap, Codes]:
     shape, geometry = CONVOLUTIONS[case]
     channels = shape[1] * geometry.groups
@@ -106,7 +109,7 @@ def grid_of(linear_map: LinearMap, x: Codes, zero_point: int) -> Grid:
 @pytest.mark.parametrize("zero_point", [0, 128])
 def test_a_convolution(case, zero_point, other):
     for bias, relu in ((True, False), (False, True)):
-        linear_map, x = convolution(case, zero_point, bias=bias, relu=relu)
+        linear_map, x = convolution(case, zero_point, BITS[other.name], bias=bias, relu=relu)
         grid = grid_of(linear_map, x, 0 if relu else 128)
         expected = compare(other, linear_map, x, grid)
         used = expected.values.unique()
@@ -119,7 +122,7 @@ def test_a_convolution(case, zero_point, other):
 @pytest.mark.parametrize("zero_point", [0, 128])
 def test_a_convolution_with_an_addend(case, zero_point, other):
     for relu in (False, True):
-        linear_map, x = convolution(case, zero_point, relu=relu)
+        linear_map, x = convolution(case, zero_point, BITS[other.name], relu=relu)
         plain = REFERENCE.prepare(linear_map)(x, None, None)
         for signed in (False, True):
             skip = random(*plain.shape, seed=4).contiguous(memory_format=torch.channels_last)
@@ -133,7 +136,7 @@ def test_a_convolution_with_an_addend(case, zero_point, other):
 @pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
 @pytest.mark.parametrize("zero_point", [0, 128])
 def test_codes_saturate_at_both_ends(zero_point, other):
-    linear_map, x = convolution("3x3", zero_point)
+    linear_map, x = convolution("3x3", zero_point, BITS[other.name])
     grid = grid_of(linear_map, x, 128)
     expected = compare(other, linear_map, x, Grid(grid.scale / 4, 128))
     assert {0, 255} <= set(expected.values.unique().tolist())
@@ -142,16 +145,32 @@ def test_codes_saturate_at_both_ends(zero_point, other):
 @pytest.mark.parametrize("other", INTEGER, ids=lambda k: k.name)
 @pytest.mark.parametrize("case", ["1x1", "3x3", "depthwise", "depthwise strided", "grouped"])
 def test_the_largest_codes_do_not_overflow(case, other):
-    linear_map, x = convolution(case, 0, bits=safe_weight_bits())
+    linear_map, x = convolution(case, 0, BITS[other.name])
     extreme = Codes(torch.where(x.values > 20, 255, 0).to(torch.uint8), x.grid)
     compare(other, linear_map, extreme, grid_of(linear_map, extreme, 128))
+
+
+@pytest.mark.parametrize("other", INTEGER, ids=lambda k: k.name)
+@pytest.mark.parametrize("geometry", [None, Geometry()], ids=["linear", "1x1"])
+def test_sums_of_the_largest_products_are_exact(geometry, other):
+    largest = 2 ** (BITS[other.name] - 1) - 1
+    codes = torch.full((8, 32), largest, dtype=torch.int8)
+    codes[::2] *= -1
+    shape = (4, 32)
+    if geometry is not None:
+        codes, shape = codes.view(8, 32, 1, 1), (4, 32, 3, 3)
+    weight = QuantizedWeight(codes, torch.full((8,), 0.01))
+    linear_map = LinearMap(weight, None, geometry, False, 0, shape)
+    x = Codes(torch.full(shape, 255, dtype=torch.uint8), Grid(0.01, 0))
+    compare(other, linear_map, x, grid_of(linear_map, x, 128))
+    compare(other, linear_map, x, None)
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_a_batch_of_another_size_than_the_one_packed_for(batch, other):
     for case in ("1x1", "3x3 strided", "depthwise"):
-        linear_map, x = convolution(case, 128)
+        linear_map, x = convolution(case, 128, BITS[other.name])
         values = torch.cat([x.values, x.values])[:batch]
         values = values.contiguous(memory_format=torch.channels_last)
         compare(other, linear_map, Codes(values, x.grid), grid_of(linear_map, x, 128))
@@ -159,7 +178,7 @@ def test_a_batch_of_another_size_than_the_one_packed_for(batch, other):
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
 def test_one_packed_weight_serves_inputs_of_many_scales(other):
-    linear_map, x = convolution("3x3", 128)
+    linear_map, x = convolution("3x3", 128, BITS[other.name])
     run, reference = other.prepare(linear_map), REFERENCE.prepare(linear_map)
     for factor in (1.0, 0.125, 16.0):  # a scale on the fly is another one in every batch
         scaled = Codes(x.values, Grid(x.grid.scale * factor, 128))
@@ -170,15 +189,17 @@ def test_one_packed_weight_serves_inputs_of_many_scales(other):
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
 def test_any_memory_layout(other):
-    linear_map, x = convolution("3x3", 128)
+    linear_map, x = convolution("3x3", 128, BITS[other.name])
     grid = grid_of(linear_map, x, 128)
     turned = x.values.transpose(2, 3).contiguous().transpose(2, 3)
     for values in (x.values.contiguous(), turned):
         compare(other, linear_map, Codes(values, x.grid), grid)
 
 
-def linear(shape: tuple[int, ...], zero_point: int, *, bias: bool, relu: bool) -> LinearMap:
-    weight = quantize_weight(random(7, shape[-1], seed=2))
+def linear(
+    shape: tuple[int, ...], zero_point: int, bits: int, *, bias: bool, relu: bool
+) -> LinearMap:
+    weight = quantize_weight(random(7, shape[-1], seed=2), bits)
     return LinearMap(weight, random(7, seed=3) if bias else None, None, relu, zero_point, shape)
 
 
@@ -189,7 +210,7 @@ def test_a_linear_layer(shape, zero_point, other):
     values = random(*shape, seed=1)
     x = quantize_on_the_fly(values if zero_point else values.relu(), unsigned=not zero_point)
     for bias, relu in ((True, False), (False, True)):
-        linear_map = linear(shape, zero_point, bias=bias, relu=relu)
+        linear_map = linear(shape, zero_point, BITS[other.name], bias=bias, relu=relu)
         grid = grid_of(linear_map, x, 0 if relu else 128)
         addend = quantize_on_the_fly(random(*shape[:-1], 7, seed=4))
         for out in (grid, None):
@@ -201,7 +222,7 @@ def test_a_linear_layer(shape, zero_point, other):
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda k: k.name)
 def test_a_linear_layer_on_strided_input(other):
-    linear_map = linear((6, 5, 12), 128, bias=True, relu=False)
+    linear_map = linear((6, 5, 12), 128, BITS[other.name], bias=True, relu=False)
     x = quantize_on_the_fly(random(5, 6, 12, seed=1))
     grid = grid_of(linear_map, x, 128)
     strided = [x.values.transpose(0, 1), x.values[:, :1].expand(5, 6, 12), x.values[::2]]
@@ -212,7 +233,7 @@ def test_a_linear_layer_on_strided_input(other):
 
 @pytest.mark.parametrize("other", INTEGER, ids=lambda k: k.name)
 def test_seven_bit_weights_leave_every_kernel_at_the_reference(other):
-    linear_map, x = convolution("3x3", 0, bits=7)
+    linear_map, x = convolution("3x3", 0, 7)
     assert int(linear_map.weight.codes.abs().max()) == 63
     compare(other, linear_map, x, grid_of(linear_map, x, 128))
 
@@ -235,18 +256,25 @@ def test_the_reference_has_the_seven_bit_switch():
 
 
 @pytest.mark.parametrize(
-    ("features", "bits"),
+    ("features", "onednn", "fbgemm"),
     [
-        ({"avx512_vnni": True, "avx_vnni": False}, 8),
-        ({"avx512_vnni": False, "avx_vnni": True}, 8),
-        ({"avx512_vnni": False, "avx_vnni": False}, 7),
-        ({"avx2": True}, 7),
+        ({"avx512_vnni": True, "avx_vnni": False}, 8, 8),
+        ({"avx512_vnni": False, "avx_vnni": True}, 8, 7),
+        ({"avx512_vnni": False, "avx_vnni": False}, 7, 7),
+        ({"avx2": True}, 7, 7),
     ],
 )
-def test_processors_without_vnni_get_seven_bits(features, bits, monkeypatch):
+def test_x86_kernels_without_vnni_get_seven_bits(features, onednn, fbgemm, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    assert safe_weight_bits() == bits
+    found = {name: k.weight_bits() for name, k in KERNELS.items()}
+    assert found == {
+        "reference": 8, "bfloat16": 8, "onednn": onednn, "legacy-fbgemm": fbgemm,
+        "legacy-qnnpack": 8,
+    }  # fmt: skip
+    usable = {k.name for k in available(CPU)}
+    assert safe_weight_bits() == min(found[name] for name in usable)
+    assert safe_weight_bits("reference") == 8
 
 
 def test_arm_sums_in_int32_and_keeps_eight_bits(monkeypatch):
@@ -255,15 +283,25 @@ def test_arm_sums_in_int32_and_keeps_eight_bits(monkeypatch):
     assert safe_weight_bits() == 8
 
 
-@pytest.mark.skipif(KERNELS["onednn"].missing() is not None, reason="no oneDNN here")
-def test_freeze_uses_seven_bits_where_eight_would_saturate(monkeypatch):
+X86_INTEGER = [k.name for k in INTEGER if k.name in {"onednn", "legacy-fbgemm"}]
+
+
+@pytest.mark.parametrize("backend", X86_INTEGER)
+def test_freeze_uses_seven_bits_where_eight_would_saturate(backend, monkeypatch):
     chain, x = small_chain(), random(2, 2, 8, 8, seed=5)
-    seven = freeze(chain, Span(1, 2), backend="onednn", weight_bits=7)(x)
-    eight = freeze(chain, Span(1, 2), backend="onednn", weight_bits=8)(x)
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    assert torch.equal(freeze(chain, Span(1, 2), backend="onednn")(x), seven)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True})
+    seven = freeze(chain, Span(1, 2), backend=backend, weight_bits=7)(x)
+    eight = freeze(chain, Span(1, 2), backend=backend)(x)
     assert not torch.equal(seven, eight)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert torch.equal(freeze(chain, Span(1, 2), backend=backend)(x), seven)
+
+
+@pytest.mark.parametrize("backend", [*X86_INTEGER, "auto"] if X86_INTEGER else [])
+def test_eight_bits_are_refused_where_they_would_saturate(backend, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    with pytest.raises(InvalidSetting, match=f"8, but .* '{backend}' saturate with more than 7"):
+        freeze(small_chain(), Span(1, 2), backend=backend, weight_bits=8)
 
 
 def test_an_unknown_kernel_is_named_beside_those_there_are():
@@ -303,8 +341,8 @@ def test_legacy_means_the_engine_of_this_processor():
 
 def test_the_legacy_kernels_leave_the_chosen_engine_alone():
     before = torch.backends.quantized.engine
-    linear_map, x = convolution("3x3", 0)
     for other in INTEGER:
+        linear_map, x = convolution("3x3", 0, BITS[other.name])
         other.prepare(linear_map)(x, Grid(0.1, 128), None)
     assert torch.backends.quantized.engine == before
 

@@ -67,7 +67,8 @@ def _processor() -> list[Finding]:
     has = [name for name in CPU_FEATURES if capabilities.get(name)]
     cores = f"{cpu_name()}, {os.cpu_count()} cores, {platform.machine()}"
     exact = safe_weight_bits() == 8
-    bits = "8-bit weights" if exact else "7-bit weights, as int8 sums can saturate without VNNI"
+    why = "7-bit weights, as int8 sums can saturate without AVX512-VNNI"
+    bits = "8-bit weights" if exact else why
     return [
         Finding("processor", "good", cores),
         Finding("its features", "good" if exact else "note", f"{', '.join(has) or 'none'}: {bits}"),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.data.draws import Ints
+from cocofl.data.stable_random import Ints
 from cocofl.errors import InvalidData
 
 WINDOW = 80

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 from sklearn.datasets import load_digits
 
-from cocofl.data.draft import Draft, Facts
 from cocofl.data.origin import Origin
 from cocofl.data.rows import hold_out
+from cocofl.data.split_facts import Draft, Facts
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from cocofl.data import characters, text
-from cocofl.data.draft import SPLITS, Draft, Facts
-from cocofl.data.draws import Ints
 from cocofl.data.huggingface import Table, hub_table, local_tables, open_tables
 from cocofl.data.origin import Origin
 from cocofl.data.rows import draw_rows, enough, hold_out, owners
+from cocofl.data.split_facts import SPLITS, Draft, Facts
+from cocofl.data.stable_random import Ints
 from cocofl.errors import DataNotFound, InvalidData
 
 IMDB_NAMES = ("neg", "pos")

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cocofl.data import draws
-from cocofl.data.draws import Floats, Ints, shuffled
+from cocofl.data import stable_random
+from cocofl.data.stable_random import Floats, Ints, shuffled
 from cocofl.errors import InvalidPartition
 from cocofl.rng import stream
 
@@ -284,7 +284,7 @@ def _draw(
 
 def _apportion(n_samples: int, n_parts: int, alpha: float, rng: np.random.Generator) -> Ints:
     """How many of ``n_samples`` go to each part, in Dirichlet proportions."""
-    ends = np.floor(np.cumsum(draws.dirichlet(alpha, n_parts, rng)) * n_samples + 0.5)
+    ends = np.floor(np.cumsum(stable_random.dirichlet(alpha, n_parts, rng)) * n_samples + 0.5)
     ends[-1] = n_samples
     sizes = np.minimum(ends, n_samples).astype(np.int64)
     sizes[1:] -= sizes[:-1].copy()

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from cocofl.data import origin as origins
-from cocofl.data.draft import SPLITS, Draft, Facts
 from cocofl.data.origin import Origin
-from cocofl.data.own import read_own
 from cocofl.data.split import Split, open_split, write_split
+from cocofl.data.split_facts import SPLITS, Draft, Facts
+from cocofl.data.user_data import read_own
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.named import import_ours, nearest
 

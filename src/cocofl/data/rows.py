@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cocofl.data.draws import Ints, shuffled
+from cocofl.data.stable_random import Ints, shuffled
 from cocofl.errors import InvalidData
 from cocofl.rng import stream
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cocofl.data import partition as pt
-from cocofl.data.draws import Ints
 from cocofl.data.partition import Partition
 from cocofl.data.split import Split
+from cocofl.data.stable_random import Ints
 from cocofl.errors import InvalidPartition
 from cocofl.named import nearest
 

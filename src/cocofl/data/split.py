@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.data.draft import Draft, Facts, check_labels
+from cocofl.data.split_facts import Draft, Facts, check_labels
 from cocofl.errors import InvalidData
 
 # Raise the number when what a data set's function makes changes: caches of the old are rebuilt.

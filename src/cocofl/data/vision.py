@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from cocofl.data import images, leaf, nih
-from cocofl.data.draft import SPLITS, Draft, Facts
-from cocofl.data.draws import Ints
 from cocofl.data.huggingface import Table, open_tables
 from cocofl.data.origin import IMAGE_SUFFIXES, Origin
 from cocofl.data.rows import draw_rows, enough, hold_out, owners
+from cocofl.data.split_facts import SPLITS, Draft, Facts
+from cocofl.data.stable_random import Ints
 from cocofl.errors import DataNotFound, InvalidData
 
 CIFAR10_NAMES = (

@@ -6,7 +6,6 @@ GPU from round to round, as rows.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -37,14 +36,12 @@ from cocofl.fl.training import Loss, Training, cross_entropy
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.vector import (
-    Adam,
     Cohort,
     Optimizer,
     Precision,
     Program,
     Rows,
     RuleMemory,
-    Sgd,
     devices_that_fit,
     disagreement,
     losses,
@@ -318,23 +315,14 @@ def _padded(
     return indices, valid
 
 
-def has_optimizer(training: Training) -> bool:
-    """Whether many devices can descend together as a training says."""
-    return training.optimizer_class() in (torch.optim.SGD, torch.optim.Adam)
-
-
 def _stacked_optimizer(training: Training) -> Optimizer:
-    training.check_optimizer()
-    if not has_optimizer(training):
+    found = training.stacked_optimizer()
+    if found is None:
         raise InvalidSetting(
             f"the cohort engine knows the optimizers sgd and adam, not {training.optimizer!r}; "
             'use engine.kind = "serial"'
         )
-    decay = training.weight_decay
-    clip = training.clip if training.clip < math.inf else None
-    if training.optimizer_class() is torch.optim.Adam:
-        return Adam(weight_decay=decay, clip=clip)
-    return Sgd(momentum=training.momentum, weight_decay=decay, clip=clip)
+    return found
 
 
 def _stacked_loss(loss: Loss) -> losses.StackedLoss:

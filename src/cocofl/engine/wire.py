@@ -40,7 +40,7 @@ def unpack(packed: Packed) -> Tensors:
 
 def pack_contribution(contribution: Contribution) -> tuple[Packed, PackedMemory, Contribution]:
     """Tensors apart from the rest."""
-    rest = replace(contribution, tensors={}, memory={})
+    rest = replace(contribution, tensors={}, memory={}, payloads={})
     return pack(contribution.tensors), _pack_memory(contribution.memory), rest
 
 

@@ -9,7 +9,7 @@ import torch
 
 from cocofl.config import Experiment
 from cocofl.data.origin import cache_dir
-from cocofl.engine.cohort import CohortExecutor, has_optimizer
+from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.workers import Workers
 from cocofl.errors import InvalidExperiment
@@ -36,7 +36,7 @@ def engine_kind(experiment: Experiment) -> str:
     kind = experiment.engine.kind
     if kind != "auto":
         return kind
-    can = torch.cuda.is_available() and has_optimizer(experiment.training)
+    can = torch.cuda.is_available() and experiment.training.stacked_optimizer() is not None
     return "cohort" if can else "serial"
 
 

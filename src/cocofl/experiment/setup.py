@@ -86,9 +86,7 @@ class Setup:
         self.materials = self.workshop.materials
         self.chain: BlockChain = self.workshop.chain()
         self._check_shapes()
-        self.tables = ExperimentTables(
-            experiment, self.subject, len(self.chain), is_text=self.data.facts.task == "text"
-        )
+        self.tables = ExperimentTables(experiment, self.workshop)
         self.facts = facts_of(experiment.strategy.name)
         self.strategy = self._strategy()
 

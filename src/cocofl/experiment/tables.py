@@ -5,22 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from cocofl.config import Experiment
 from cocofl.errors import TableMismatch
+from cocofl.fl.codec import is_encoded
+from cocofl.fl.local import Workshop
+from cocofl.freeze.state import block_state
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
-from cocofl.profiling.subject import Subject
+from cocofl.profiling.table import Configuration
 from cocofl.profiling.workspace import Settings
 
 
 class ExperimentTables:
     """The profile tables of an experiment, loaded when a strategy asks; it notes who served."""
 
-    def __init__(
-        self, experiment: Experiment, subject: Subject, n_blocks: int, *, is_text: bool
-    ) -> None:
-        self._experiment, self._subject = experiment, subject
-        self.n_blocks, self.is_text = n_blocks, is_text
+    def __init__(self, experiment: Experiment, workshop: Workshop) -> None:
+        self._experiment, self._workshop = experiment, workshop
+        self.n_blocks = len(workshop.chain())
+        self.is_text = workshop.materials.train.facts.task == "text"
         self.served: dict[str, str] = {}
         self._loaded: dict[str, ProfileTable] = {}
 
@@ -47,9 +51,31 @@ class ExperimentTables:
 
     def _get(self, source: str, kind: str) -> ProfileTable:
         if kind not in self._loaded:
-            self._loaded[kind] = table = self._load(source, kind)
+            table = self._load(source, kind)
             self.served[kind] = table.describe()
+            self._loaded[kind] = self._charged(table)
         return self._loaded[kind]
+
+    def _charged(self, table: ProfileTable) -> ProfileTable:
+        """The table with the uploads that the experiment's codec makes."""
+        codec = self._workshop.codec
+        if codec.is_exact:
+            return table
+
+        def share(configuration: Configuration) -> float:
+            width = configuration if isinstance(configuration, float) else 1.0
+            chosen = None if isinstance(configuration, float) else configuration
+            blocks = self._workshop.chain(width).blocks
+            trained = [b for i, b in enumerate(blocks) if chosen is None or i in chosen]
+            sent = [item for block in trained for item in block_state(block).items()]
+            sizes = [
+                codec.size_bytes(t.shape, t.dtype) if is_encoded(key, t) else t.nbytes
+                for key, t in sent
+            ]
+            return sum(sizes) / sum(t.nbytes for _, t in sent)
+
+        shares = np.array([share(one) for one in table.configurations])
+        return replace(table, upload=table.upload * shares)
 
     def _load(self, source: str, kind: str) -> ProfileTable:
         model = self._experiment.model
@@ -60,7 +86,7 @@ class ExperimentTables:
             named = source.startswith("measured:") and "/" not in source
             return ProfileTable.load(f"{source}/{kind}" if named else source)
         method, variant = ("width", "qff") if kind == "width" else ("span", kind)
-        subject = self._subject
+        subject = self._workshop.materials.subject
         settings = Settings(
             subject.model,
             method,

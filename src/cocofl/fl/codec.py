@@ -92,7 +92,7 @@ def codec(name: str) -> Codec:
 
 def is_encoded(key: str, tensor: Tensor) -> bool:
     """Whether a tensor goes through the codec: scales and whole numbers are sent as they are."""
-    return tensor.is_floating_point() and not is_scale(key)
+    return tensor.is_floating_point() and tensor.ndim > 0 and not is_scale(key)
 
 
 def transmitted(
@@ -111,18 +111,25 @@ def transmitted(
     if by.is_exact:
         return sent
     before, errors, size = memory.get(ERROR, {}), Tensors(), 0
-    received = dict(sent.tensors)
+    received, payloads = dict(sent.tensors), dict[str, bytes]()
     for key, tensor in sent.tensors.items():
         if key not in start or not is_encoded(key, tensor):
             size += tensor.nbytes
             continue
         meant = tensor + before[key] if key in before else tensor
-        payload = by.encode(meant, start[key], rng)
-        received[key] = by.decode(payload, start[key])
-        size += len(payload)
+        payloads[key] = by.encode(meant, start[key], rng)
+        received[key] = by.decode(payloads[key], start[key])
+        size += len(payloads[key])
         if by.keeps_error:
             errors[key] = meant - received[key]
     kept = {**sent.memory, ERROR: {**before, **errors}} if by.keeps_error else sent.memory
     # What a rule remembers is sent as it is, beside the tensors.
     remembered = sent.nbytes - sum(tensor.nbytes for tensor in sent.tensors.values())
-    return replace(sent, tensors=received, memory=kept, sent_bytes=size + remembered, stacked=None)
+    return replace(
+        sent,
+        tensors=received,
+        memory=kept,
+        sent_bytes=size + remembered,
+        payloads=payloads,
+        stacked=None,
+    )

@@ -53,6 +53,8 @@ class Contribution:
     """What the device remembers from now on, for strategies that let it."""
     sent_bytes: int | None = None
     """The upload volume where it is another than the tensors' size."""
+    payloads: Mapping[str, bytes] = field(default_factory=dict)
+    """The tensors that a codec encoded, as they are sent."""
     stacked: tuple[Part, ...] | None = None
     """The tensors as rows, where a cohort has them so."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import LAST_BATCH, n_batches
 from cocofl.named import lookup
+from cocofl.vector import Adam, Optimizer, Sgd
 
 Loss = Callable[[Any, Tensor], Tensor]
 """From what the network returns and the labels to the mean loss of a mini-batch."""
@@ -26,10 +28,8 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy}
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-}
+OPTIMIZERS: dict[str, Callable[..., Any]] = {"sgd": Sgd, "adam": Adam}
+"""Of :mod:`torch.optim`, or a :class:`cocofl.vector.Optimizer`, which a cohort can use, too."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,14 @@ class Training:
         """The loss by its name, or the user's own."""
         return lookup(self.loss, LOSSES, "loss", InvalidSetting)
 
-    def optimizer_class(self) -> Callable[..., torch.optim.Optimizer]:
-        """The optimizer by its name, or the user's own."""
-        return lookup(self.optimizer, OPTIMIZERS, "optimizer", InvalidSetting)
+    def stacked_optimizer(self) -> Optimizer | None:
+        """The optimizer of many devices at once; None where there is only that of one."""
+        make = self._optimizer_class()
+        if not (isinstance(make, type) and issubclass(make, Optimizer)):
+            return None
+        clip = self.clip if self.clip < math.inf else None
+        made: Optimizer = self._made(make, clip=clip)
+        return made
 
     def check_optimizer(self) -> None:
         """Complain about an optimizer that is unknown or cannot take these settings."""
@@ -114,12 +119,24 @@ class Training:
         return total / max(count, 1)
 
     def _optimizer(self, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        settings = {"lr": lr, "weight_decay": self.weight_decay}
+        stacked = self.stacked_optimizer()
+        if stacked is not None:
+            return stacked.for_one_device(parameters, lr)
+        made: torch.optim.Optimizer = self._made(
+            partial(self._optimizer_class(), parameters, lr=lr)
+        )
+        return made
+
+    def _optimizer_class(self) -> Callable[..., Any]:
+        return lookup(self.optimizer, OPTIMIZERS, "optimizer", InvalidSetting)
+
+    def _made(self, make: Callable[..., Any], **more: Any) -> Any:
+        settings = {"weight_decay": self.weight_decay}
         if self.momentum:
             settings["momentum"] = self.momentum
         try:
-            return self.optimizer_class()(parameters, **settings)
+            return make(**settings, **more)
         except TypeError as error:
             raise InvalidSetting(
-                f"the optimizer {self.optimizer!r} cannot take {', '.join(settings)}: {error}"
+                f"the optimizer {self.optimizer!r} cannot take lr, {', '.join(settings)}: {error}"
             ) from error

@@ -35,9 +35,10 @@ from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
+from cocofl.fl.codec import ERROR
 from cocofl.fl.federation import Situation
 from cocofl.fl.local import Task
-from cocofl.fl.state import Tensors
+from cocofl.fl.state import Memory, Tensors
 from cocofl.flower.facts import with_shared_facts
 from cocofl.flower.records import read_request, update_reply
 from cocofl.flower.settings import alike_devices, node_budget
@@ -82,6 +83,8 @@ class Device:
         self._workshop = self._setup.workshop
         self._workshop.plan = machine_plan()
         self._contract = Contract(self._workshop.chain(), codec=self._workshop.codec)
+        self._memory: Memory = {}
+        """What the codec has lost so far; gone with the process, which costs accuracy only."""
         if "partition-id" in node:
             self._number = int(node["partition-id"])
             self._indices = self._setup.partition[self._number]
@@ -104,18 +107,21 @@ class Device:
         if plan is None:
             return b""
         check_state(self._workshop.chain(), state, None)
-        task = Task(experiment.seed, round_index, self._number, self._indices, plan.work, lr)
+        task = Task(
+            experiment.seed, round_index, self._number, self._indices, plan.work, lr, self._memory
+        )
         begin = time.perf_counter()
         contribution = self._workshop.train(task, self._workshop.server_state(state))
         spent_s = time.perf_counter() - begin
         logger.info("round %s: trained %.3f s, process %s", round_index + 1, spent_s, os.getpid())
-        if contribution.memory:
+        self._memory = {ERROR: contribution.memory.get(ERROR, {})}
+        if contribution.memory.keys() - {ERROR}:
             raise InvalidExperiment(
                 f"strategy {experiment.strategy.name!r} lets devices remember something from round "
                 "to round, which only a simulation can do"
             )
         remember_plan(self._workshop.plan)
-        return self._contract.encode(contribution, state)
+        return self._contract.encode(contribution)
 
 
 def _threads(node: Mapping[str, Any]) -> int:

@@ -23,14 +23,16 @@ from itertools import pairwise
 from operator import or_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cocofl.budget import bytes_text
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting, RejectedUpdate
+from cocofl.fl.codec import Codec, Identity
 from cocofl.fl.state import Contribution, Tensors
-from cocofl.freeze import Network, upload_sizes
+from cocofl.freeze import Network
 from cocofl.freeze.state import block_state
 from cocofl.span import Blocks, Span
 
@@ -47,7 +49,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_SCALES = "scales"
+_SCALES, _ENCODED = "scales", "encoded"
 _HEADER_BYTES = 4096
 _VARIANCE = "running_var"
 
@@ -109,8 +111,10 @@ class Contract:
     cocofl.errors.RejectedUpdate: 1:2 needs 72 bytes of values; 71 came
     """
 
-    def __init__(self, chain: BlockChain, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(
+        self, chain: BlockChain, limits: Limits | None = None, codec: Codec | None = None
+    ) -> None:
+        self.limits, self._codec = limits or Limits(), codec or Identity()
         self._slots = [
             [Slot(key, t.dtype, tuple(t.shape)) for key, t in block_state(block).items()]
             for block in chain.blocks
@@ -118,7 +122,14 @@ class Contract:
         self._scales = Network.of(chain).block_scale_keys
         # A bit for every scale, and the ends of every other block.
         self.header_limit = _HEADER_BYTES + sum(map(len, self._scales)) + 8 * len(self._slots)
-        self.max_bytes = 8 + self.header_limit + sum(upload_sizes(chain, scales=True))
+        everything = Span(0, len(self._slots))
+        values = sum(map(self._size, self.slots(everything)))
+        self.max_bytes = 8 + self.header_limit + values + 4 * len(self.scale_keys(everything))
+
+    def _size(self, slot: Slot) -> int:
+        """The bytes of a tensor in an update."""
+        by = self._codec if slot.dtype.is_floating_point and slot.shape else Identity()
+        return by.size_bytes(slot.shape, slot.dtype)
 
     def slots(self, blocks: Blocks) -> list[Slot]:
         """The tensors of blocks, in order."""
@@ -136,7 +147,10 @@ class Contract:
         tensors = contribution.tensors
         scales = tuple(key for key in self.scale_keys(blocks) if key in tensors)
         facts = Facts(blocks, contribution.samples, float(contribution.loss), scales)
-        values = [_bytes(tensors[slot.key]) for slot in self._in_file_order(blocks)]
+        sent = contribution.payloads
+        values = [
+            sent.get(slot.key) or _bytes(tensors[slot.key]) for slot in self._in_file_order(blocks)
+        ]
         return b"".join([self._header(facts), *values, *(_bytes(tensors[key]) for key in scales)])
 
     def _blocks_of(self, tensors: Mapping[str, Tensor]) -> Blocks:
@@ -182,7 +196,7 @@ class Contract:
         header = self._header(facts)
         if not payload.startswith(header):
             raise RejectedUpdate("format", "the header is not the one that belongs to its metadata")
-        tensors = self._values(payload, len(header), facts)
+        tensors = self._values(payload, len(header), facts, state)
         self._check_values(tensors, state, facts)
         return facts.blocks, Contribution(tensors, facts.samples, facts.loss)
 
@@ -230,28 +244,36 @@ class Contract:
             "+".join(f"{a}:{b}" for a, b in zip(ends[::2], ends[1::2], strict=True))
         )
 
-    def _values(self, payload: bytes, begin: int, facts: Facts) -> Tensors:
+    def _values(
+        self, payload: bytes, begin: int, facts: Facts, state: Mapping[str, Tensor]
+    ) -> Tensors:
         slots = self._in_file_order(facts.blocks)
+        sizes = [*map(self._size, slots), *(4 for _ in facts.scales)]
         slots += [Slot(key, torch.float32, ()) for key in facts.scales]
-        wanted = sum(slot.size * slot.dtype.itemsize for slot in slots)
+        wanted = sum(sizes)
         if len(payload) - begin != wanted:
             raise RejectedUpdate(
                 "size",
                 f"{facts.blocks} needs {wanted} bytes of values; {len(payload) - begin} came",
             )
-        # One copy that may be written to, and that the tensors share.
-        buffer = bytearray(memoryview(payload)[begin:])
-        tensors, at = {}, 0
-        for slot in slots:
-            if slot.size:
-                flat = torch.frombuffer(buffer, dtype=slot.dtype, count=slot.size, offset=at)
-                tensors[slot.key] = flat.reshape(slot.shape)
-            else:
-                tensors[slot.key] = torch.empty(slot.shape, dtype=slot.dtype)
-            at += slot.size * slot.dtype.itemsize
+        tensors, at = {}, begin
+        for slot, size in zip(slots, sizes, strict=True):
+            tensors[slot.key] = self._decoded(slot, payload[at : at + size], state)
+            at += size
         # In the network's own order, as a device's contribution has them.
         order = [slot.key for slot in self.slots(facts.blocks)] + list(facts.scales)
         return {key: tensors[key] for key in order}
+
+    def _decoded(self, slot: Slot, payload: bytes, state: Mapping[str, Tensor]) -> Tensor:
+        if self._codec.is_exact or not slot.dtype.is_floating_point or not slot.shape:
+            return Identity().decode(payload, torch.empty(slot.shape, dtype=slot.dtype))
+        try:
+            found = self._codec.decode(payload, state[slot.key])
+        except Exception as error:  # whatever a codec of the user's makes of hostile bytes
+            raise RejectedUpdate("format", f"{slot.key!r}: {error!r:.200}") from error
+        if tuple(found.shape) != slot.shape or found.dtype != slot.dtype:
+            raise RejectedUpdate("layout", f"{slot.key!r} is decoded to another shape or type")
+        return found
 
     def _check_values(
         self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], facts: Facts
@@ -315,6 +337,9 @@ class Contract:
     def _stretches(self, facts: Facts) -> Iterator[tuple[str, torch.dtype, int]]:
         """The flat tensors of the file: one per type, and the scales."""
         slots = self._in_file_order(facts.blocks)
+        if not self._codec.is_exact:
+            yield _ENCODED, torch.uint8, sum(map(self._size, slots))
+            slots = []
         for dtype in dict.fromkeys(slot.dtype for slot in slots):
             yield _DTYPES[dtype], dtype, sum(slot.size for slot in slots if slot.dtype == dtype)
         if facts.scales:
@@ -323,13 +348,13 @@ class Contract:
     def _fingerprint(self, blocks: Blocks) -> str:
         """Of names, types and shapes: who has another network in mind is found out."""
         listing = [(slot.key, _DTYPES[slot.dtype], slot.shape) for slot in self.slots(blocks)]
-        text = _json([listing, self.scale_keys(blocks)])
+        coded = [] if self._codec.is_exact else [repr(self._codec)]
+        text = _json([listing, self.scale_keys(blocks), *coded])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return Identity().encode(tensor, tensor, np.random.default_rng(0))
 
 
 def _is_int(value: Any) -> bool:

@@ -45,6 +45,7 @@ def freeze(
     ``qff`` also computes the frozen blocks in int8. ``state`` is what the server sent (by
     default the chain's own weights). ``backend`` names the int8 kernels; ``auto`` measures and
     picks the fastest per operation, and obeys ``plan`` where that has chosen already.
+    ``weight_bits`` of a frozen weight are 8, or 7 where sums of ``backend`` would saturate.
     ``state_is_checked`` saves looking at every tensor again for each device of a round.
     The chain is left untouched.
 
@@ -74,7 +75,7 @@ def freeze(
         settings = IntegerSettings(
             choose=_chooser(backend, _DEFAULT_PLAN if plan is None else plan),
             headroom=headroom,
-            weight_bits=weight_bits or (8 if backend == "reference" else safe_weight_bits()),
+            weight_bits=_weight_bits(weight_bits, backend),
         )
         parts = _integer_parts(network, blocks, state, settings)
     return FrozenNet(network, blocks, parts)
@@ -83,6 +84,16 @@ def freeze(
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise InvalidSetting(f"unknown {what} {value!r}; expected one of {', '.join(choices)}")
+
+
+def _weight_bits(asked: int | None, backend: str) -> int:
+    safe = safe_weight_bits(backend)
+    if asked is not None and asked > safe:
+        raise InvalidSetting(
+            f"weight_bits is {asked}, but on this processor sums of backend {backend!r} saturate "
+            f"with more than {safe}; leave it out, or use backend='reference'"
+        )
+    return asked or safe
 
 
 def _chooser(backend: str, plan: KernelPlan) -> ChooseKernel:

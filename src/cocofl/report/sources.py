@@ -72,7 +72,7 @@ class Sources:
     @cached_property
     def _setup(self) -> Setup:
         settings = self._experiment.data
-        refuse_untrusted(*names_in(self._experiment.with_strategy("fedavg-full").by_key()))
+        refuse_untrusted(*names_in(self._experiment.with_strategy(NEEDS_NOTHING).by_key()))
         # A report is no reason to download a data set.
         if ":" not in settings.name:
             listed = data.listing(settings.name, data_dir=settings.dir or None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import warnings
 from functools import cache
 
@@ -83,9 +82,7 @@ def leave_out(name: str, reason: str) -> str:
     return reason
 
 
-def safe_weight_bits() -> int:
-    """8, or 7 where int8 products are summed in int16 and would saturate (x86 without VNNI)."""
-    if platform.machine().lower() not in {"x86_64", "amd64"}:
-        return 8
-    features = torch.cpu.get_capabilities()
-    return 8 if features.get("avx512_vnni") or features.get("avx_vnni") else 7
+def safe_weight_bits(backend: str = "auto") -> int:
+    """How many bits weights may have here, whichever kernel ``backend`` picks: 7 or 8."""
+    chosen = available(torch.device("cpu")) if backend == "auto" else [kernel(backend)]
+    return min(k.weight_bits() for k in chosen)

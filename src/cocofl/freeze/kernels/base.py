@@ -6,10 +6,12 @@ maps with int8 weights, so this one small interface is all a new backend has to 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from cocofl.numerics import Codes, Grid, QuantizedWeight
@@ -69,3 +71,19 @@ class Kernel:
     integer: bool
     """Whether products are really computed in int8."""
     cpu_only: bool = True
+    weight_bits: Callable[[], int] = lambda: 8
+    """How many bits weights may have here: with more, sums of products would saturate."""
+
+
+def is_x86() -> bool:
+    """Whether this is an x86 processor, as AMD and Intel make them."""
+    return platform.machine().lower() in {"x86_64", "amd64"}
+
+
+def bits_with(*instructions: str) -> int:
+    """8 where x86 has one of ``instructions``, which sum int8 products in int32, and 7 elsewhere.
+
+    Without them, pairs of products are added in int16, where two of 8 bits saturate.
+    """
+    features = torch.cpu.get_capabilities()
+    return 8 if not is_x86() or any(features.get(name) for name in instructions) else 7

@@ -10,14 +10,13 @@ whose kernels for them sum pairs of products in int16 on every processor.
 
 from __future__ import annotations
 
-import platform
 import warnings
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from cocofl.freeze.kernels.base import Kernel, LinearMap, Prepared
+from cocofl.freeze.kernels.base import Kernel, LinearMap, Prepared, bits_with, is_x86
 from cocofl.freeze.kernels.floating import REFERENCE
 from cocofl.numerics import LARGEST_CODE, Codes, Grid, as_float, quantize
 
@@ -92,20 +91,21 @@ def _before_adding(out: Grid, addend: Codes | Tensor) -> Grid:
     return Grid(scale, round(-low / scale))
 
 
-_IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
-
-
 def _missing(engine: str) -> str | None:
     if engine not in torch.backends.quantized.supported_engines:
         return f"this build of PyTorch has no {engine}"
     # PyTorch lists it for ARM, too, where it raises.
-    return "fbgemm is for x86 only" if engine == "fbgemm" and not _IS_X86 else None
+    return "fbgemm is for x86 only" if engine == "fbgemm" and not is_x86() else None
 
 
 FBGEMM = Kernel(
-    "legacy-fbgemm", lambda m: _prepare(m, "fbgemm"), lambda: _missing("fbgemm"), integer=True
+    "legacy-fbgemm",
+    lambda m: _prepare(m, "fbgemm"),
+    lambda: _missing("fbgemm"),
+    integer=True,
+    weight_bits=lambda: bits_with("avx512_vnni"),  # it does not use AVX-VNNI
 )
 QNNPACK = Kernel(
     "legacy-qnnpack", lambda m: _prepare(m, "qnnpack"), lambda: _missing("qnnpack"), integer=True
 )
-NATIVE = FBGEMM if _IS_X86 else QNNPACK
+NATIVE = FBGEMM if is_x86() else QNNPACK

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cocofl.freeze.kernels.base import Geometry, Kernel, LinearMap, Prepared
+from cocofl.freeze.kernels.base import Geometry, Kernel, LinearMap, Prepared, bits_with
 from cocofl.numerics import Codes, Grid, as_float, quantize
 
 _FLOAT_GRID = Grid(1.0, 0)  # what oneDNN wants to hear when its output is float32
@@ -112,4 +112,10 @@ def _missing() -> str | None:
     return None
 
 
-ONEDNN = Kernel("onednn", _prepare, _missing, integer=True)
+ONEDNN = Kernel(
+    "onednn",
+    _prepare,
+    _missing,
+    integer=True,
+    weight_bits=lambda: bits_with("avx512_vnni", "avx_vnni"),
+)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.data.draft import SPLITS, Draft, Facts
 from cocofl.data.rows import owners as number_owners
+from cocofl.data.split_facts import SPLITS, Draft, Facts
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.named import import_function
 
