@@ -49,7 +49,7 @@ class RoundingPoints:
     """The points of a chain, whatever blocks are trained."""
 
     def __init__(self, network: Network, sites: Sites) -> None:
-        self._lowered, self._sites, self._n_blocks = network.with_dropout, sites, len(network)
+        self._lowered, self.sites, self.n_blocks = network.with_dropout, sites, len(network)
         self._stands_for = _dropped(self._lowered.blocks)
         self._region = cache(self._points_of)
         self.used_by = cache(self._points_under)
@@ -59,7 +59,7 @@ class RoundingPoints:
     def _points_under(self, blocks: Blocks, known: frozenset[str]) -> PointRoundings:
         """What a ``qff`` device that trains these rounds, if the server knows these scales."""
         found: PointRoundings = {}
-        for region, role in blocks.regions(self._n_blocks):
+        for region, role in blocks.regions(self.n_blocks):
             if role is not Role.TRAINED:
                 found |= self._region(region, role is Role.PASSING, known)
         return found
@@ -77,13 +77,13 @@ class RoundingPoints:
 
     def _most_scales(self) -> int:
         """The most scales that can make one grid."""
-        regions = self._regions(frozenset(self._sites.keys), frozenset())
+        regions = self._regions(frozenset(self.sites.keys), frozenset())
         counts = (len(rounding.keys) for points in regions for rounding in points.values())
         return max(1, max(counts, default=1))
 
     def _regions(self, known: frozenset[str], ends: frozenset[int]) -> Iterator[PointRoundings]:
         """The points of each region that a device may have."""
-        n = self._n_blocks
+        n = self.n_blocks
         for border in range(1, n):
             yield self._region(range(border), False, known)
             for end in {n, *ends}:
@@ -108,7 +108,7 @@ class RoundingPoints:
         }
 
     def _own_key(self, key: str) -> str:
-        if key in self._sites.place:
+        if key in self.sites.place:
             return key
         value, _, way = key.removeprefix("scales.").rpartition(".")
         return scale_key(self._stands_for[value], way)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,10 @@ from torch import Tensor
 from cocofl.numerics import StackedGrid, stacked_grid
 from cocofl.span import Blocks
 from cocofl.vector.kernels.choice import KernelSet
-from cocofl.vector.rounding.points import PointRoundings, RoundingPoint, RoundingPoints, Sites
+from cocofl.vector.rounding.points import PointRoundings, RoundingPoint, RoundingPoints, region_ends
+
+# Rounds after which the scales that are known count as settled.
+_SETTLED = 3
 
 
 class DeviceRounding(NamedTuple):
@@ -59,26 +63,25 @@ class RoundingTable:
     def __init__(
         self,
         points: Collection[RoundingPoint],
+        of_chain: RoundingPoints,
         devices: int,
         on: torch.device,
-        sites: Sites,
         kernels: KernelSet,
     ) -> None:
         self.order = sorted(points)
         self.of_device = cache(self._of_device)
-        self._sites, self._kernels = sites, kernels
+        self._of_chain, self._kernels = of_chain, kernels
         shape = (len(self.order), devices)
         self._index = {point: i for i, point in enumerate(self.order)}
         self._grid = StackedGrid(*(torch.zeros(shape, device=on) for _ in range(4)))
         self.on_the_fly = torch.zeros(shape, dtype=torch.bool, device=on)
         self.unsigned = torch.zeros(shape, dtype=torch.bool, device=on)
 
-    def _of_device(
-        self, of_chain: RoundingPoints, blocks: Blocks | None, known: frozenset[str]
-    ) -> DeviceRounding:
+    def _of_device(self, blocks: Blocks | None, known: frozenset[str]) -> DeviceRounding:
         """What one device rounds: nothing where no blocks are given."""
-        points = {} if blocks is None else of_chain.used_by(blocks, known)
-        return DeviceRounding.of(points, self.order, self._sites.place, of_chain.most_scales())
+        points = {} if blocks is None else self._of_chain.used_by(blocks, known)
+        place, widest = self._of_chain.sites.place, self._of_chain.most_scales()
+        return DeviceRounding.of(points, self.order, place, widest)
 
     def fill(self, devices: DeviceRounding, scales: Tensor, headroom: float) -> None:
         """Set every grid from the devices' scales."""
@@ -104,3 +107,59 @@ class RoundingTable:
         known = StackedGrid(*(part[i] for part in self._grid))
         kernels = self._kernels.rows(scale)
         return kernels.measured_grid(scale, self.on_the_fly[i], self.unsigned[i], known)
+
+
+class CohortRounding:
+    """What all devices of a cohort round: one computation, and a table of grids for it.
+
+    What differs between rounds are numbers; which points there are decides which computation is
+    captured, so it should settle.
+    """
+
+    def __init__(
+        self,
+        of_chain: RoundingPoints,
+        kernels: KernelSet,
+        devices: int,
+        on: torch.device,
+        headroom: float,
+    ) -> None:
+        self._of_chain, self._headroom = of_chain, headroom
+        self._new_table = partial(
+            RoundingTable, of_chain=of_chain, devices=devices, on=on, kernels=kernels
+        )
+        self._tables: dict[frozenset[RoundingPoint], RoundingTable] = {}
+        self._region_ends = frozenset[int]()
+        self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
+
+    def table(self, points: frozenset[RoundingPoint]) -> RoundingTable | None:
+        """For a computation with these points."""
+        return self._tables.get(points)
+
+    def begin(
+        self, devices: Sequence[tuple[Blocks | None, frozenset[str]]], scales: Tensor
+    ) -> tuple[frozenset[RoundingPoint], frozenset[RoundingPoint]]:
+        """Set the grids of a round; its points, and those where some device scales on the fly.
+
+        Devices train blocks and freeze the others in int8 (None: in float), with these scales
+        known; their values are rows of ``scales``.
+        """
+        n = self._of_chain.n_blocks
+        round_some = [(b, known) for b, known in devices if b is not None and len(b) < n]
+        if not round_some:
+            return frozenset(), frozenset()
+        settled = tuple(dict.fromkeys(known for _, known in round_some))
+        self._seen_known[settled] += 1
+        if self._seen_known[settled] < _SETTLED:
+            # In the first rounds new scales become known every time. One computation that can
+            # scale anything on the fly serves them all, so that not each has to be captured.
+            settled = (frozenset(), frozenset(self._of_chain.sites.keys), *settled)
+        self._region_ends |= {end for blocks, _ in round_some for end in region_ends(blocks, n)}
+        possible = [self._of_chain.possible(known, self._region_ends) for known in settled]
+        points, on_the_fly = (frozenset().union(*kind) for kind in zip(*possible, strict=True))
+        if points not in self._tables:
+            self._tables[points] = self._new_table(points)
+        table = self._tables[points]
+        own = [table.of_device(blocks, known) for blocks, known in devices]
+        table.fill(DeviceRounding.stack(own), scales, self._headroom)
+        return points, on_the_fly

@@ -7,7 +7,6 @@ the step can be captured once as a CUDA graph and replayed for all rounds.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +27,8 @@ from cocofl.vector.program.program import Program
 from cocofl.vector.program.row_layout import Segment
 from cocofl.vector.program.step_context import Roles, StepContext
 from cocofl.vector.program.streams import Beside
-from cocofl.vector.rounding.points import RoundingPoint, region_ends
-from cocofl.vector.rounding.table import DeviceRounding, RoundingTable
+from cocofl.vector.rounding.points import RoundingPoint
+from cocofl.vector.rounding.table import CohortRounding
 from cocofl.vector.training.cuda_graphs import Graphs
 from cocofl.vector.training.frozen_weights import FrozenWeights
 from cocofl.vector.training.levels import WHOLE, Levels
@@ -38,9 +37,6 @@ from cocofl.vector.training.optimizer import Optimizer, Sgd
 from cocofl.vector.training.precision import Precision
 from cocofl.vector.training.rows import Rows
 from cocofl.vector.training.rules import RuleMemory, RuleRows
-
-# Rounds after which the scales that are known count as settled.
-_SETTLED = 3
 
 Source = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 """From sample numbers (device, sample) to the model's inputs and the labels."""
@@ -106,53 +102,46 @@ class Cohort:
         self.on = torch.device(on)
         self.devices, self.batch = devices, batch
         self._optimizer = Sgd() if optimizer is None else optimizer
-        self._loss, self._source, self._headroom = loss, source, headroom
+        self._loss, self._source = loss, source
         self._precision = Precision.named(precision)
         network = Network.of(chain)
         self.program = Program(network, self.on) if program is None else program
-        self._constants = {
-            key: network.chain.state_dict()[key] for key in self.program.layout.constants
-        }
-        layout, d = self.program.layout, devices
+        layout, held = self.program.layout, network.chain.state_dict()
+        self._constants = {key: held[key] for key in layout.constants}
 
-        def rows(width: int, value: float = 0.0, dtype: torch.dtype = layout.dtype) -> Tensor:
-            return torch.full((d, width), value, dtype=dtype, device=self.on)
+        def zeros(*shape: int, dtype: torch.dtype = layout.dtype) -> Tensor:
+            return torch.zeros(devices, *shape, dtype=dtype, device=self.on)
 
-        self.parameters = rows(layout.parameters.size)
-        self.statistics = rows(layout.statistics.size)
+        self.parameters = zeros(layout.parameters.size)
+        self.statistics = zeros(layout.statistics.size)
         self._remembered = self._optimizer.memory(self.parameters)
         self._rules = RuleRows(self.parameters)
         self._leaves = {
             segment: segment.of(self.parameters).detach().requires_grad_()
             for segment in layout.parameters.all()
         }
-        self._tracked = {
-            segment: segment.of(self.statistics) for segment in layout.statistics.all()
-        }
+        self._tracked = {one: one.of(self.statistics) for one in layout.statistics.all()}
         self.levels: Levels | None = None
         self._block_of = layout.parameters.blocks().to(self.on)
         self._frozen = FrozenWeights(self.program, devices, self.on)
-        self.measured = rows(len(self.program.sites.keys), torch.nan, torch.float32)
-
-        def flags() -> Tensor:
-            return torch.zeros(self.program.n_blocks, d, dtype=torch.bool, device=self.on)
-
-        self._roles = Roles(flags(), flags(), flags(), flags())
-        self._learns = torch.zeros(self.parameters.shape, dtype=torch.bool, device=self.on)
+        self.measured = zeros(len(self.program.sites.keys), dtype=torch.float32).fill_(torch.nan)
+        shape = self.program.n_blocks, devices
+        flags = (torch.zeros(shape, dtype=torch.bool, device=self.on) for _ in range(4))
+        self._roles = Roles(*flags)
+        self._learns = zeros(layout.parameters.size, dtype=torch.bool)
         self._own = torch.zeros_like(self._learns)
-        self._nothing = rows(64)
+        self._nothing = zeros(64)
         self._unused: set[Segment] = set()
-        self._present = rows(self.program.scores or 0, 1.0)
-        self._lr = torch.zeros(d, dtype=layout.dtype, device=self.on)
-        self._indices = torch.zeros(d, batch, dtype=torch.long, device=self.on)
-        self._valid = torch.zeros(d, dtype=torch.int32, device=self.on)
-        self._last = torch.zeros(d, dtype=torch.bool, device=self.on)
-        self._steps_done = torch.zeros(d, dtype=layout.dtype, device=self.on)
-        self.losses = torch.zeros(d, dtype=torch.float64, device=self.on)
+        self._present = zeros(self.program.scores or 0).fill_(1.0)
+        self._lr, self._steps_done = zeros(), zeros()
+        self._indices = zeros(batch, dtype=torch.long)
+        self._valid = zeros(dtype=torch.int32)
+        self._last = zeros(dtype=torch.bool)
+        self.losses = zeros(dtype=torch.float64)
         self._beside = Beside() if self.on.type == "cuda" else None
-        self._tables: dict[frozenset[RoundingPoint], RoundingTable] = {}
-        self._region_ends = frozenset[int]()
-        self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
+        self._rounding = CohortRounding(
+            self.program.rounding_points, self.program.kernels, devices, self.on, headroom
+        )
         self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
 
     @property
@@ -375,49 +364,9 @@ class Cohort:
             self._frozen.fill(
                 states, [(w.state, w.variant == "qff") for w in everyone], self._graphs
             )
-        if not any(map(self._rounds, works)):
-            return _Traits(folds, frozenset(), frozenset())
-        return self._begin_rounding(states, known, everyone, folds)
-
-    def _rounds(self, work: DeviceWork) -> bool:
-        """Whether a device rounds anything at all."""
-        return work.variant == "qff" and len(work.blocks) < self.program.n_blocks
-
-    def _begin_rounding(
-        self,
-        states: Rows,
-        known: Sequence[frozenset[str]],
-        works: Sequence[DeviceWork],
-        folds: bool,
-    ) -> _Traits:
-        of_chain = self.program.rounding_points
-        settled = tuple(dict.fromkeys(known[work.state] for work in works if self._rounds(work)))
-        self._seen_known[settled] += 1
-        if self._seen_known[settled] < _SETTLED:
-            # In the first rounds new scales become known every time. One computation that can
-            # scale anything on the fly serves them all, so that not each has to be captured.
-            settled = (frozenset(), frozenset(self.program.sites.keys), *settled)
-        for work in works:
-            self._region_ends |= region_ends(work.blocks, self.program.n_blocks)
-        possible = [of_chain.possible(one, self._region_ends) for one in settled]
-        points = frozenset[RoundingPoint]().union(*(points for points, _ in possible))
-        on_the_fly = frozenset[RoundingPoint]().union(*(fly for _, fly in possible))
-        if points not in self._tables:
-            self._tables[points] = self._new_table(points)
-        table = self._tables[points]
-        own = [
-            table.of_device(
-                of_chain, work.blocks if work.variant == "qff" else None, known[work.state]
-            )
-            for work in works
-        ]
-        of_device = torch.tensor([work.state for work in works], device=self.on)
-        table.fill(DeviceRounding.stack(own), states.scales[of_device], self._headroom)
+        rounding = [(w.blocks if w.variant == "qff" else None, known[w.state]) for w in everyone]
+        points, on_the_fly = self._rounding.begin(rounding, states.scales[of_device])
         return _Traits(folds, points, on_the_fly)
-
-    def _new_table(self, points: frozenset[RoundingPoint]) -> RoundingTable:
-        sites, kernels = self.program.sites, self.program.kernels
-        return RoundingTable(points, self.devices, self.on, sites, kernels)
 
     # A step
 
@@ -528,7 +477,7 @@ class Cohort:
             steps_done=self._steps_done if at_levels is None else at_levels.steps_done(),
             late=None if self._beside is None else (self._beside, self.program.read_once),
             averages=traits.averages,
-            table=self._tables[traits.points] if traits.points else None,
+            table=self._rounding.table(traits.points),
             on_the_fly=traits.on_the_fly,
             channels=self.levels.channels() if traits.narrow and self.levels is not None else {},
             modes=modes,

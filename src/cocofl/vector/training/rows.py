@@ -20,18 +20,6 @@ class Rows(NamedTuple):
         """A copy."""
         return Rows(*(rows.clone() for rows in self))
 
-    def on_the_host(self) -> Rows:
-        """The same in the memory of the CPU."""
-        if not self.parameters.is_cuda:
-            return self
-        # A GPU writes to pinned memory by itself, and many times as fast.
-        copies = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self)
-        host = Rows(
-            *(copy.copy_(x, non_blocking=True) for copy, x in zip(copies, self, strict=True))
-        )
-        torch.cuda.current_stream().synchronize()
-        return host
-
     @classmethod
     def below_each_other(cls, several: Sequence[Rows]) -> Rows:
         """All states of several."""
