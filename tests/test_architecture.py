@@ -125,3 +125,38 @@ def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_the_documentation_has_the_same_floors() -> None:
+    page = (PACKAGE.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| floor | what it holds |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    told = [{name.strip(" `/").removesuffix(".py") for name in row.split(",")} for row in rows]
+    assert told == FLOORS
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in sources()
+    }
+    waiting = {
+        name: {found for found in imported_modules(path) if found in modules and found != name}
+        for name, path in modules.items()
+    }
+    while free := [name for name, needs in waiting.items() if not needs]:
+        for name in free:
+            del waiting[name]
+        for needs in waiting.values():
+            needs.difference_update(free)
+    assert not waiting, f"a cycle of imports: {sorted(waiting)}"
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{path.relative_to(PACKAGE)}: {node.name}"
+        for path in sources()
+        if "kernels" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60
+    ]
+    assert not long

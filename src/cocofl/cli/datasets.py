@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
@@ -110,20 +112,29 @@ def data_show(
         }
         print_json(summary)
         return
-    table = Table(
-        "class", *(right(group) for group in group_names), "most of it is on", title=title
-    )
-    for label, class_name in enumerate(train.facts.class_names):
-        total = int(per_group[:, label].sum())
-        top = int(np.argmax(per_group[:, label]))
-        most = f"{group_names[top]} ({per_group[top, label] / total:.0%})" if total else "nobody"
-        shown = class_name if class_name.isprintable() and class_name.strip() else repr(class_name)
-        table.add_row(escape(shown), *(f"{share:.1%}" for share in densities[:, label]), most)
-    print_table(table)
-    low, high = int(partition.sizes.min()), int(partition.sizes.max())
-    size = str(low) if low == high else f"{low} to {high}"
-    print(f"{devices} devices with {size} samples each; {len(partition.remainder)} left over.")
+    print_table(_density_table(train.facts.class_names, group_names, per_group, title))
+    print(f"{devices} devices with {_sizes(partition)} samples each;", end=" ")
+    print(f"{len(partition.remainder)} left over.")
     print(f"Chart: {path}")
+
+
+def _density_table(
+    classes: Sequence[str], groups: Sequence[str], counts: NDArray[np.int64], title: str
+) -> Table:
+    """Of each class, its share in each group, and who has most of it."""
+    table = Table("class", *(right(group) for group in groups), "most of it is on", title=title)
+    densities = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    for label, name in enumerate(classes):
+        total, top = int(counts[:, label].sum()), int(np.argmax(counts[:, label]))
+        most = f"{groups[top]} ({counts[top, label] / total:.0%})" if total else "nobody"
+        shown = name if name.isprintable() and name.strip() else repr(name)
+        table.add_row(escape(shown), *(f"{share:.1%}" for share in densities[:, label]), most)
+    return table
+
+
+def _sizes(partition: data.Partition) -> str:
+    low, high = int(partition.sizes.min()), int(partition.sizes.max())
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _group_names(n_groups: int) -> list[str]:
