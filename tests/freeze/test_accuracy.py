@@ -17,7 +17,7 @@ from cocofl.freeze.floating import fused
 from cocofl.freeze.kernels import kernel, safe_weight_bits
 from cocofl.freeze.net import integer_part
 from cocofl.freeze.region import IntegerSettings
-from cocofl.numerics import HEADROOM
+from cocofl.numerics import HEADROOM, quantize_on_the_fly
 from tests.freeze.trained import Trained, digits
 
 BACKENDS = ["reference", "onednn"]
@@ -54,6 +54,17 @@ def float_boundaries(trained: Trained) -> list[Boundary]:
         found.append((inputs, results[0]))
     F.cross_entropy(found[-1][1], trained.y).backward()
     return [Boundary(inputs, output.detach(), output.grad) for inputs, output in found]
+
+
+def gradient_at_rounded_input(trained: Trained, index: int, boundary: Boundary) -> Tensor:
+    """The float gradient of a block's first input where 8 bits have put that input."""
+    first, *others = (x.detach() if isinstance(x, Tensor) else x for x in boundary.inputs)
+    rounded = quantize_on_the_fly(first).dequantize().requires_grad_()
+    block = fused(copy_block(trained.chain.blocks[index], trained.unmeasured))
+    result = block(rounded, *others)
+    output = result[0] if isinstance(result, tuple) else result
+    (gradient,) = torch.autograd.grad(output, rounded, boundary.output_gradient)
+    return gradient
 
 
 class Allowed(NamedTuple):
@@ -93,8 +104,12 @@ def test_each_block_is_close_to_float(
         assert error < allowed.relative_error, f"block {index}"
         if differentiable and previous_gradient is not None:
             output.backward(boundary.output_gradient)
-            similarity = cosine(inputs[0].grad, previous_gradient)
-            assert similarity > allowed.cosine, f"block {index}"
+            found = inputs[0].grad
+            if cosine(found, previous_gradient) <= allowed.cosine:
+                # How many ReLUs the rounding of the input closes is up to the trained weights,
+                # which differ between processors; for the gradient of float, it closes them, too.
+                expected = gradient_at_rounded_input(trained_network, index, boundary)
+                assert cosine(found, expected) > allowed.cosine, f"block {index}"
         previous_gradient = boundary.output_gradient
 
 
