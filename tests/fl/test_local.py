@@ -19,6 +19,7 @@ from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.training import Training
 from cocofl.fl.widths import OrderedWork, StatisticsWork, WidthWork
+from cocofl.freeze.layout import channels_first
 from cocofl.models.base import narrowed
 from cocofl.profiling.subject import Subject
 
@@ -32,7 +33,8 @@ def plain_training(workshop: Workshop, model: nn.Module, one, **settings: float)
     for indices in mini_batches(one.indices, 16, "keep", 1, rng):
         inputs, labels = tensors(workshop.materials.train, indices)
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
+        # Channels first: see freeze/layout.py for what oneDNN does to narrow networks otherwise.
+        F.cross_entropy(model(channels_first(inputs)), labels).backward()
         optimizer.step()
 
 

@@ -68,13 +68,9 @@ def data_show(
     groups: Annotated[int, typer.Option(help="How many equally large groups of them.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of the split and the groups.")] = 0,
     unequal: Annotated[bool, typer.Option("--unequal", help="Keep the drawn sizes.")] = False,
-    preset: Annotated[
-        str, typer.Option(help="standard, or paper for the part it uses.")
-    ] = "standard",
+    preset: Annotated[str, typer.Option(help="standard, or paper: what it uses.")] = "standard",
     data_dir: DataDir = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The chart's file; default: NAME-SPLIT.png.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: NAME-SPLIT.png.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show who holds what: a bubble chart as PNG, and the class densities of each group.
