@@ -152,7 +152,7 @@ def test_lost_and_late_updates_are_discarded(tmp_path: Path, executor: InProcess
     lost = play(tiny(faults__dropout=1.0), tmp_path / "lost", executor)
     assert all(record["merged"] == 0 for record in lost.rounds)
     assert all(record["lost"] > 0 for record in lost.rounds)
-    assert same_state(lost.state, Setup(tiny()).job().initial)
+    assert same_state(lost.state, Setup(tiny()).job().initial.tensors)
     late = play(tiny(faults__jitter=2.0, rounds=4), tmp_path / "late", executor)
     assert sum(record["late"] for record in late.rounds) > 0
     assert sum(record["merged"] for record in late.rounds) > 0
@@ -208,7 +208,7 @@ def test_a_run_begins_with_given_weights(tmp_path: Path, executor: InProcess) ->
     tuned = tiny(
         strategy__name="fedavg-full", model__init=str(first.path / "model.safetensors"), rounds=1
     )
-    assert same_state(Setup(tuned).job().initial, first.state)
+    assert same_state(Setup(tuned).job().initial.tensors, first.state)
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
     with pytest.raises(CocoflError, match="cannot read"):

@@ -60,7 +60,8 @@ def test_tls_and_keys_let_the_right_ones_in_and_nobody_else(
     with Loopback(Path("network"), secure=True) as network:
         strong, weak = (dict.fromkeys(("time", "memory", "upload"), part) for part in (1.0, 0.6))
         for number, budget in enumerate((strong, weak)):
-            network.start_node(f"node{number}", budget, key=network.new_key(f"key{number}"))
+            config = {**budget, "trust": "task"}
+            network.start_node(f"node{number}", config, key=network.new_key(f"key{number}"))
         stranger = network.start_node("stranger", key=network.new_key("stranger", register=False))
         anonymous = network.start_node("anonymous")
         other = make_certificates(network.folder / "other")

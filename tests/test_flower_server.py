@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from cocofl.config import Experiment
-from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem
+from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem, Untrusted
 from cocofl.experiment import open_folder
 from cocofl.flower.app import run_config, write_app
 from cocofl.flower.records import read_update, update_reply
@@ -70,6 +70,31 @@ def test_the_reply_is_hardly_larger_than_the_update(tmp_path: Path) -> None:
     whole = sum(len(each.deflate()) for each in get_all_nested_objects(reply).values())
     assert record["merged"] == 1
     assert whole <= 1.1 * record["bytes_up"]
+
+
+OWN_NET = """
+import torch
+from torch import nn
+
+
+def net(num_classes):
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())
+    return nn.Sequential(body, nn.Linear(8, num_classes)), torch.rand(2, 1, 8, 8)
+"""
+
+
+def test_a_device_imports_only_what_its_own_config_trusts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_net.py").write_text(OWN_NET)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plain = {key: value for key, value in TINY.items() if key != "model.options.tiny"}
+    config = {**plain, "rounds": 1, "model.name": "own_net:net"}
+    with pytest.raises(Untrusted, match="would run code of the module 'own_net'"):
+        flower_grid.play(tmp_path / "refused", {1: device(0), 2: device(1)}, config)
+    nodes = {number: device(number - 1, trust="own_net") for number in (1, 2)}
+    _, (record,), _ = flower_grid.play(tmp_path / "trusted", nodes, config)
+    assert record["merged"] == 2
 
 
 HONEST = device(0)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cocofl.engine.executor import Executor, RoundPlan
 from cocofl.fl.local import Task
 from cocofl.fl.state import Contribution, ServerState
 
 
-def collected(executor: Executor, tasks: Sequence[Task], state: ServerState) -> list[Contribution]:
-    """What devices send; it is good until the executor collects again."""
+def collected(
+    executor: Executor, tasks: Sequence[Task], state: ServerState
+) -> Iterator[Contribution]:
+    """What devices send; each is good until the next is asked for."""
     (answers,) = executor.collect([(RoundPlan(0, 0.1, tasks), state)])
-    return [one.sent for one in answers if isinstance(one.sent, Contribution)]
+    return (one.sent for one in answers if isinstance(one.sent, Contribution))

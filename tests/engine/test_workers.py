@@ -37,7 +37,7 @@ def test_requests_and_answers_that_are_larger_than_a_pipe() -> None:
     workers, pool = Workers(1), ThreadPoolExecutor(1)
     try:
         workers.prepare(job.workshop, KernelPlan())
-        answers = pool.submit(lambda: collected(workers, tasks, job.initial))
+        answers = pool.submit(lambda: list(collected(workers, tasks, job.initial)))
         assert [one.samples for one in answers.result(timeout=15)] == [PIPE_BYTES] * 4
     finally:
         for channel in workers._channels:
