@@ -451,7 +451,7 @@ class _MadeWhenAsked(Mapping[str, Tensor]):
 
 def statistics_part(width: float) -> str:
     """The row of norm statistics of a width."""
-    return STATISTICS if width == 1.0 else f"{STATISTICS}@{width!r}"
+    return STATISTICS if width == 1.0 else f"{STATISTICS}@{width:g}"  # as in their keys
 
 
 def _unpacked(slots: Segments, row: Tensor) -> Tensors:
