@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from cocofl.errors import CocoflError, Untrusted
+from cocofl.errors import CocoflError, InvalidSetting, Untrusted
 
 Entry = TypeVar("Entry")
+Kind = TypeVar("Kind")
 
 EVERYTHING = "*"
 _trusted: set[str] | None = None
@@ -123,3 +124,20 @@ def import_ours(name: str, error: type[CocoflError]) -> Callable[..., Any]:
     if not callable(function):
         raise error(f"{name} is a {type(function).__name__}, not a function or class")
     return function  # type: ignore[no-any-return]
+
+
+def made_by_name(
+    name: str, registry: Mapping[str, Callable[[], Kind]], what: str, kind: type[Kind]
+) -> Kind:
+    """What the function of that name makes, which must be of a kind.
+
+    >>> made_by_name("zero", {"zero": int}, "number", int)
+    0
+    """
+    made = lookup(name, registry, what, InvalidSetting)()
+    if not isinstance(made, kind):
+        raise InvalidSetting(
+            f"the {what} {name} gives a {type(made).__name__}; "
+            f"expected a cocofl.{what}s.{kind.__name__}"
+        )
+    return made

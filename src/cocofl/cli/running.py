@@ -20,12 +20,13 @@ from cocofl.cli.reporting import report_of
 from cocofl.comparison import Comparison, Row
 from cocofl.comparison import compare as compare_strategies
 from cocofl.config import Experiment, parse_value
-from cocofl.engine.rounds import STATUSES, Watcher
+from cocofl.engine.rounds import Watcher
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Run, evaluate_run, simulate
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import BASELINE, PROPOSED
 from cocofl.named import EVERYTHING, names_in, vouch_for
+from cocofl.runlog import FATES
 from cocofl.trackers import tracker
 
 File = Annotated[
@@ -271,7 +272,7 @@ def _summary(done: Run) -> dict[str, Any]:
         "group_accuracy": final["group_accuracy"],
         "simulated_s": sum(record["simulated_s"] for record in rounds),
         "bytes_up": sum(record["bytes_up"] for record in rounds),
-        **{status: sum(record[status] for record in rounds) for status in STATUSES},
+        **{status: sum(record[status] for record in rounds) for status in FATES},
         "tables": done.folder.about["tables"],
     }
 
@@ -285,7 +286,7 @@ def _print_summary(done: Run) -> None:
         table.add_row(f"accuracy of {group}", f"{accuracy:.1%}")
     table.add_row("simulated time", f"{found['simulated_s']:.1f} s")
     table.add_row("uploaded", bytes_text(found["bytes_up"]))
-    for status in STATUSES:
+    for status in FATES:
         if found[status]:
             table.add_row(f"updates {status}", str(found[status]))
     print_table(table)

@@ -29,9 +29,8 @@ from cocofl.fl.training import Training
 from cocofl.fl.widths import StatisticsWork
 from cocofl.freeze import KernelPlan, check_state
 from cocofl.rng import stream
-from cocofl.runlog import FATES, PLAN, DeviceRecord, Record, RoundRecord, RunFolder
+from cocofl.runlog import PLAN, DeviceRecord, Record, RoundRecord, RunFolder
 
-STATUSES = FATES
 # How many devices are asked before a run in which nobody can train is called off.
 _ASKED_AT_MOST = 1000
 

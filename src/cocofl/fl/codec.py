@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocofl.errors import InvalidSetting
 from cocofl.fl.state import Contribution, Memory, Tensors, is_scale
-from cocofl.named import lookup
+from cocofl.named import made_by_name
 
 ERROR = "upload error"
 """The memory of a device that holds what its codec lost."""
@@ -82,12 +81,7 @@ CODECS: dict[str, Callable[[], Codec]] = {"identity": Identity}
 @cache
 def codec(name: str) -> Codec:
     """A codec by its name in the experiment."""
-    made = lookup(name, CODECS, "codec", InvalidSetting)()
-    if not isinstance(made, Codec):
-        raise InvalidSetting(
-            f"the codec {name} gives a {type(made).__name__}; expected a cocofl.codecs.Codec"
-        )
-    return made
+    return made_by_name(name, CODECS, "codec", Codec)  # type: ignore[type-abstract]
 
 
 def is_encoded(key: str, tensor: Tensor) -> bool:

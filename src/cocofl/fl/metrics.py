@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cocofl.data import Partition
-from cocofl.errors import InvalidSetting
-from cocofl.named import lookup
+from cocofl.named import made_by_name
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -127,12 +126,7 @@ METRICS: dict[str, Callable[[], Metric]] = {
 @cache
 def metric(name: str) -> Metric:
     """A metric by its name in the experiment."""
-    made = lookup(name, METRICS, "metric", InvalidSetting)()
-    if not isinstance(made, Metric):
-        raise InvalidSetting(
-            f"the metric {name} gives a {type(made).__name__}; expected a cocofl.metrics.Metric"
-        )
-    return made
+    return made_by_name(name, METRICS, "metric", Metric)
 
 
 class Tally:

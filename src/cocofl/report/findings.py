@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.engine.rounds import STATUSES
 from cocofl.errors import InvalidSpan
 from cocofl.experiment import Run
 from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report.runs import Line, Scene
+from cocofl.runlog import FATES
 from cocofl.span import Blocks
 
 Floats = NDArray[np.float64]
@@ -81,7 +81,7 @@ def summary(line: Line) -> Row:
         worst_device=Spread.of([final["device_accuracy"]["min"] for final in finals]),
         simulated_s=_mean_total(line.runs, "simulated_s"),
         bytes_up=_mean_total(line.runs, "bytes_up"),
-        updates={status: _mean_total(line.runs, status) for status in STATUSES},
+        updates={status: _mean_total(line.runs, status) for status in FATES},
         complete=sum(run.folder.is_complete for run in line.runs),
     )
 

@@ -13,7 +13,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from cocofl.budget import bytes_text
-from cocofl.engine.rounds import STATUSES
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
 from cocofl.fl.strategies.facts import PROPOSED
@@ -22,7 +21,7 @@ from cocofl.report.findings import Row, ahead, curve, summary, trained
 from cocofl.report.palette import ON_DARK, line_colours
 from cocofl.report.runs import Line, Scene, arrange, find_runs
 from cocofl.report.sources import Sources
-from cocofl.runlog import write_text
+from cocofl.runlog import FATES, write_text
 
 REPORT = "report.html"
 
@@ -176,7 +175,7 @@ def _stage(scene: Scene, sources: Sources, colours: Mapping[str, str], drawings:
         rows=rows,
         behind={label: -points for label, points in ahead(scene)},
         groups=groups,
-        statuses=[s for s in STATUSES if s == "merged" or any(row.updates[s] for row in rows)],
+        statuses=[s for s in FATES if s == "merged" or any(row.updates[s] for row in rows)],
         headline=_headline(scene, rows),
         accuracy=accuracy,
         fairness=fairness,
