@@ -83,7 +83,7 @@ def added(sums: Iterable[Sequence[Sums]]) -> list[Sums]:
     return [np.add.reduce(list(parts)) for parts in zip(*sums, strict=True)]
 
 
-class TestsHere(ABC):
+class EvaluatesInProcess(ABC):
     """An executor that keeps and tests the server's model in this process, with one thread."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class TestsHere(ABC):
         torch.set_num_threads(self._threads)
 
 
-class InProcess(TestsHere):
+class InProcess(EvaluatesInProcess):
     """Trains one device after the other in this process, as workers do."""
 
     def collect(self, asked: Asked) -> list[Iterable[Answer]]:

@@ -20,7 +20,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from cocofl.config import Experiment
-from cocofl.engine.executor import Answer, Asked, RoundPlan, TestsHere
+from cocofl.engine.executor import Answer, Asked, EvaluatesInProcess, RoundPlan
 from cocofl.engine.rounds import Job, Judge, Verdict, run
 from cocofl.errors import InvalidExperiment, RejectedUpdate
 from cocofl.experiment import Setup, open_folder
@@ -71,7 +71,7 @@ class _Log:
         """Nothing to add."""
 
 
-class Server(TestsHere):
+class Server(EvaluatesInProcess):
     """The devices of a network: they plan by themselves, and what they send is judged here."""
 
     def __init__(self, grid: Grid, experiment: Experiment, deployment: Deployment) -> None:

@@ -26,7 +26,7 @@ from flwr.simulation import run_simulation
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
-from cocofl.engine.executor import Answer, Asked, RoundPlan, TestsHere, answers
+from cocofl.engine.executor import Answer, Asked, EvaluatesInProcess, RoundPlan, answers
 from cocofl.engine.rounds import Job, Watcher, task_of
 from cocofl.engine.workers import default_workers
 from cocofl.experiment import Run, Setup
@@ -111,7 +111,7 @@ def _backend(workers: int) -> dict[str, Any]:
     return {"init_args": arguments, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
 
 
-class OnFlower(TestsHere):
+class OnFlower(EvaluatesInProcess):
     """An executor whose devices are trained by the nodes of a grid."""
 
     def __init__(self, grid: Grid, experiment: Experiment, over: Event) -> None:
