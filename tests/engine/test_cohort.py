@@ -585,6 +585,8 @@ def test_what_is_one_computation() -> None:
         "split": {"data.split": "rc"},
         "rate": {"training.lr": 0.5, "rounds": 3},
         "batch": {"training.batch": 8},
+        "metrics": {"evaluation.metrics": ["accuracy"]},
+        "codec": {"upload.codec": "own:codec"},
         "model": {"model.name": "mobilenet"},
         "central": {"strategy.name": "centralized"},
         "many": {"devices.count": 60, "devices.per_round": 30},
@@ -593,6 +595,8 @@ def test_what_is_one_computation() -> None:
     assert [[path.name for path in group] for group in batch_groups(several)] == [
         ["as it is", "strategy", "split", "rate"],
         ["batch"],
+        ["metrics"],
+        ["codec"],
         ["model"],
         ["central"],
         ["many"],

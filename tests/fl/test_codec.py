@@ -75,6 +75,18 @@ def test_both_engines_charge_and_merge_what_is_really_sent(tmp_path: Path) -> No
     assert moved > 0
 
 
+def test_a_codec_serves_devices_that_train_a_few_blocks(tmp_path: Path) -> None:
+    changes = {"strategy": {"name": "cocofl", "variant": "ff"}, "rounds": 1}
+    own = Experiment.parse(TINY | changes | {"upload": {"codec": "float16_codec:float16"}})
+    serial = simulate(own, out=tmp_path / "serial", executor=InProcess())
+    executor = CohortExecutor("cpu", precision="fp32")
+    cohort = simulate(own, out=tmp_path / "cohort", executor=executor)
+    assert len({one[2] for one in serial.rounds[0]["devices"]}) > 1
+    assert serial.rounds[0]["bytes_up"] == cohort.rounds[0]["bytes_up"]
+    for key, tensor in serial.state.items():
+        torch.testing.assert_close(tensor, cohort.state[key], atol=1e-3, rtol=0)
+
+
 def test_budgets_are_charged_for_what_is_sent() -> None:
     plain, half = (
         Setup(Experiment.parse(TINY | {"upload": {"codec": name}})).tables.spans("qff")

@@ -20,7 +20,10 @@ from cocofl.fl.strategies import facts_of
 DEVICES_AT_ONCE = 40
 """More gain little (docs/cohort.md), and the more runs share a GPU, the later the first ends."""
 
-_COMMON = ("model.", "training.", "engine.", "data.name", "data.dir", "data.preset")
+_COMMON = (
+    *("model.", "training.", "engine.", "upload.", "evaluation.metrics"),
+    *("data.name", "data.dir", "data.preset"),
+)
 # The learning rate is a device's own.
 _OWN = ("training.lr", "training.decay_rounds", "training.decay_factor")
 

@@ -196,7 +196,7 @@ class StackedLayout:
         kinds = {PARAMETERS: self._slots.parameters, STATISTICS: self._slots.statistics}
         for name, slots in kinds.items():
             if own := {key: rest.pop(key) for key in slots.by_key if key in rest}:
-                parts[name] = slots.pack(own, self._like)
+                parts[name] = _packed(slots, own, self._like)
         if scales := {key: rest.pop(key) for key in self._sites.place if key in rest}:
             parts[SCALES] = self._scale_row(scales)
         by_width: dict[float, Tensors] = {}
@@ -289,7 +289,8 @@ class StackedLayout:
                     votes[key][places[key]] = 1.0 if counted is None else counted
             if full:
                 exact = self._like.double()
-                yield Part(name, slots.pack(full, exact), votes=slots.pack(votes, exact))
+                row = _packed(slots, full, exact)
+                yield Part(name, row, votes=_packed(slots, votes, exact))
         rest = {k: t for k, t in contribution.tensors.items() if k not in places}
         for name, row in self.from_keys(rest).items():
             known = ~row.isnan()
@@ -452,6 +453,15 @@ class _MadeWhenAsked(Mapping[str, Tensor]):
 def statistics_part(width: float) -> str:
     """The row of norm statistics of a width."""
     return STATISTICS if width == 1.0 else f"{STATISTICS}@{width:g}"  # as in their keys
+
+
+def _packed(slots: Segments, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """A row of what is there; zeros elsewhere, as a device may have trained a few blocks only."""
+    there = {
+        key: tensors[key] if key in tensors else torch.zeros(slot.shape)
+        for key, slot in slots.by_key.items()
+    }
+    return slots.pack(there, like)
 
 
 def _unpacked(slots: Segments, row: Tensor) -> Tensors:
