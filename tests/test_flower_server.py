@@ -26,6 +26,7 @@ from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.workspace import Settings
 from cocofl.runlog import only_writer, same_state
 from tests import flower_grid
+from tests.extensions import write_extensions
 from tests.flower_grid import Direct, Node, device
 
 TINY = {
@@ -95,6 +96,32 @@ def test_a_device_imports_only_what_its_own_config_trusts(
     nodes = {number: device(number - 1, trust="own_net") for number in (1, 2)}
     _, (record,), _ = flower_grid.play(tmp_path / "trusted", nodes, config)
     assert record["merged"] == 2
+
+
+def test_a_strategy_of_ones_own_is_deployed_as_it_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_extensions(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    moved = []
+    for mu in (0.0, 3.0):
+        config = {**TINY, "rounds": 1, "strategy.name": "fedprox:fedprox", "strategy.mu": mu}
+        nodes = {number: device(number - 1, trust="fedprox") for number in (1, 2)}
+        state, (record,), _ = flower_grid.play(tmp_path / f"mu{mu}", nodes, config)
+        assert record["merged"] == 2
+        moved.append(state["stem.0.weight"])
+    assert not torch.equal(*moved), "the rule is obeyed on devices, too"
+
+
+def test_a_device_that_would_remember_says_that_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_extensions(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = {**TINY, "rounds": 1, "strategy.name": "scaffold:scaffold"}
+    nodes = {number: device(number - 1, trust="scaffold") for number in (1, 2)}
+    with pytest.raises(InvalidExperiment, match="which only a simulation can do"):
+        flower_grid.play(tmp_path / "run", nodes, config)
 
 
 HONEST = device(0)
