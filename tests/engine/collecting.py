@@ -13,5 +13,5 @@ def collected(
     executor: Executor, tasks: Sequence[Task], state: ServerState
 ) -> Iterator[Contribution]:
     """What devices send; each is good until the next is asked for."""
-    (answers,) = executor.collect([(RoundPlan(0, 0.1, tasks), state)])
+    answers = executor.collect(RoundPlan(0, 0.1, tasks), state)
     return (one.sent for one in answers if isinstance(one.sent, Contribution))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cocofl.engine.executor import Answer, Asked
+from cocofl.engine.executor import Answer, Asked, Executor, RoundPlan
 from cocofl.engine.gpu_data import GpuSplit
 from cocofl.engine.gpu_evaluation import GpuEvaluator
 from cocofl.errors import InvalidSetting
@@ -60,7 +60,7 @@ class TrainedAlone(UserWarning):
     """Devices that cannot be trained as one computation."""
 
 
-class CohortExecutor:
+class CohortExecutor(Executor):
     """Trains devices together; what has no stacked form, one after the other."""
 
     def __init__(
@@ -116,10 +116,14 @@ class CohortExecutor:
 
     # Training
 
-    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
+    def collect(self, plan: RoundPlan, state: ServerState) -> Iterable[Answer]:
+        """The devices of one run."""
+        return (answer for _, answer in self._answers([(plan, state)]))
+
+    def collect_runs(self, asked: Asked) -> list[Iterable[Answer]]:
         """The devices of all runs at once, as far as memory goes."""
         if len(asked) == 1:
-            return [(answer for _, answer in self._answers(asked))]
+            return super().collect_runs(asked)
         found: list[list[Answer]] = [[] for _ in asked]
         for run, answer in self._answers(asked, keep=True):
             found[run].append(answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -51,28 +51,6 @@ Asked = Sequence[tuple[RoundPlan, ServerState]]
 """What each of several runs wants collected, and what its devices begin with."""
 
 
-class Executor(Protocol):
-    """Carries out rounds. Answers come in the order of the tasks."""
-
-    def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
-        """Get ready for an experiment; all int8 work obeys ``plan`` from now on."""
-
-    def resolve_plan(self, state: ServerState) -> KernelPlan:
-        """Choose kernels where the plan has not, under the conditions that devices train in."""
-
-    def placed(self, state: ServerState) -> ServerState:
-        """The state where this executor wants it."""
-
-    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
-        """Of each run what its devices answer. It is good until the next call."""
-
-    def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
-        """The sums of the metrics over chunks of the test data."""
-
-    def close(self) -> None:
-        """Let go of what the executor holds."""
-
-
 def answers(tasks: Sequence[Task], sent: Iterable[Contribution]) -> Iterator[Answer]:
     """The answers of devices that always answer."""
     return (Answer(task.device, one) for task, one in zip(tasks, sent, strict=True))
@@ -83,46 +61,50 @@ def added(sums: Iterable[Sequence[Sums]]) -> list[Sums]:
     return [np.add.reduce(list(parts)) for parts in zip(*sums, strict=True)]
 
 
-class EvaluatesInProcess(ABC):
-    """An executor that keeps and tests the server's model in this process, with one thread."""
+class Executor(ABC):
+    """Carries out rounds: a subclass says how it collects.
+
+    What it does not say besides happens in this process, with one thread.
+    """
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
 
     def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
-        """Work in this workshop."""
+        """Get ready for an experiment; all int8 work obeys ``plan`` from now on."""
         workshop.plan = plan
         self._workshop = workshop
 
     def resolve_plan(self, state: ServerState) -> KernelPlan:
-        """Measure here."""
+        """Choose kernels where the plan has not, under the conditions that devices train in."""
         self._workshop.resolve_plan(state)
         return self._workshop.plan
 
     def placed(self, state: ServerState) -> ServerState:
-        """Where it is."""
+        """The state where this executor wants it."""
         return state
 
     @abstractmethod
-    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
-        """Of each run what its devices answer."""
+    def collect(self, plan: RoundPlan, state: ServerState) -> Iterable[Answer]:
+        """What devices answer, in the order of the tasks. It is good until the next call."""
+
+    def collect_runs(self, asked: Asked) -> list[Iterable[Answer]]:
+        """The same of several runs; one follows another."""
+        return [self.collect(plan, state) for plan, state in asked]
 
     def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
-        """All chunks here."""
+        """The sums of the metrics over chunks of the test data."""
         return added(self._workshop.test(state, chunks, statistics))
 
     def close(self) -> None:
-        """Give the threads back."""
+        """Let go of what the executor holds."""
         torch.set_num_threads(self._threads)
 
 
-class InProcess(EvaluatesInProcess):
+class InProcess(Executor):
     """Trains one device after the other in this process, as workers do."""
 
-    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
+    def collect(self, plan: RoundPlan, state: ServerState) -> Iterable[Answer]:
         """One device after the other."""
-        return [self._trained(plan.tasks, state) for plan, state in asked]
-
-    def _trained(self, tasks: Sequence[Task], state: ServerState) -> Iterator[Answer]:
-        return answers(tasks, (self._workshop.train(task, state) for task in tasks))
+        return answers(plan.tasks, (self._workshop.train(task, state) for task in plan.tasks))

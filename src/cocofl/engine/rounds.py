@@ -106,7 +106,7 @@ def play_round(runs: Sequence[RunInProgress], executor: Executor) -> None:
     begin = time.perf_counter()
     asked = [ask_devices(run.job, run.next_round) for run in runs]
     plans = [_plan(run, of_run) for run, of_run in zip(runs, asked, strict=True)]
-    collected = executor.collect([(p, run.state) for p, run in zip(plans, runs, strict=True)])
+    collected = executor.collect_runs([(p, run.state) for p, run in zip(plans, runs, strict=True)])
     for run, of_run, plan, answers in zip(runs, asked, plans, collected, strict=True):
         job, ledger = run.job, _Ledger(run.job, of_run)
         accumulator = job.strategy.merge.begin(run.state, plan.round_index)
@@ -279,8 +279,7 @@ def _with_statistics(
     if job.strategy.tracks_statistics or not tasks:
         return state
     measuring = replace(plan, tasks=tasks, purpose="statistics")
-    (answers,) = executor.collect([(measuring, state)])
-    sent = (answer.sent for answer in answers)
+    sent = (answer.sent for answer in executor.collect(measuring, state))
     return Mean("senders")(state, (one for one in sent if isinstance(one, Contribution)))
 
 

@@ -1,69 +1,42 @@
-"""How tensors travel between our own processes: as plain arrays.
+"""How objects travel between our own processes: pickled, with tensors as plain arrays.
 
 Left to itself PyTorch would pass tensors by shared file handles, of which a process has few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import io
+import pickle
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cocofl.fl.local import Task
-from cocofl.fl.state import Contribution, Memory, Tensors
 
-Packed = dict[str, tuple[torch.dtype, tuple[int, ...], NDArray[np.uint8]]]
-PackedMemory = dict[str, Packed]
-
-
-def pack(state: Mapping[str, Tensor]) -> Packed:
-    """Tensors as bytes with types and shapes."""
-    return {
-        key: (t.dtype, tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy())
-        for key, t in state.items()
-    }
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return NotImplemented
+        flat = item.detach().contiguous().reshape(-1)
+        return _tensor, (item.dtype, tuple(item.shape), flat.view(torch.uint8).numpy())
 
 
-def unpack(packed: Packed) -> Tensors:
-    """The tensors again."""
-    return {
-        key: torch.from_numpy(data).view(dtype).reshape(shape)
-        if data.size
-        else torch.empty(shape, dtype=dtype)
-        for key, (dtype, shape, data) in packed.items()
-    }
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], data: NDArray[np.uint8]) -> Tensor:
+    if not data.size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-def pack_contribution(contribution: Contribution) -> tuple[Packed, PackedMemory, Contribution]:
-    """Tensors apart from the rest."""
-    rest = replace(contribution, tensors={}, memory={}, payloads={})
-    return pack(contribution.tensors), _pack_memory(contribution.memory), rest
+def dumps(item: Any) -> bytes:
+    """An object as bytes."""
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(item)
+    return file.getvalue()
 
 
-def unpack_contribution(packed: tuple[Packed, PackedMemory, Contribution]) -> Contribution:
-    """The contribution again."""
-    tensors, memory, rest = packed
-    return replace(rest, tensors=unpack(tensors), memory=_unpack_memory(memory))
-
-
-def pack_task(task: Task) -> tuple[PackedMemory, Task]:
-    """Tensors apart from the rest."""
-    return _pack_memory(task.memory), replace(task, memory={})
-
-
-def unpack_task(packed: tuple[PackedMemory, Task]) -> Task:
-    """The task again."""
-    memory, rest = packed
-    return replace(rest, memory=_unpack_memory(memory)) if memory else rest
-
-
-def _pack_memory(memory: Memory) -> PackedMemory:
-    return {name: pack(tensors) for name, tensors in memory.items()}
-
-
-def _unpack_memory(packed: PackedMemory) -> Memory:
-    return {name: unpack(tensors) for name, tensors in packed.items()}
+def receive(pipe: Connection) -> Any:
+    """The next object from a process of our own; no other has this pipe."""
+    return pickle.loads(pipe.recv_bytes())

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,8 +22,8 @@ import torch
 from cocofl.allocator import keep_freed_memory
 from cocofl.engine import wire
 from cocofl.errors import CocoflError
-from cocofl.fl.local import Materials, Workshop
-from cocofl.fl.state import ServerState
+from cocofl.fl.local import Materials, Task, Workshop
+from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.freeze import KernelPlan
 
 
@@ -45,9 +46,9 @@ class Worker:
         elif last.plan.choices != choices:
             last.plan = KernelPlan(choices)
 
-    def state(self, packed: wire.Packed) -> None:
+    def state(self, flat: Tensors) -> None:
         """Keep the server's state for the requests that follow."""
-        self._state = ServerState.from_flat(wire.unpack(packed))
+        self._state = ServerState.from_flat(flat)
 
     def resolve_plan(self) -> dict[str, str]:
         """Choose kernels under the conditions that devices train in."""
@@ -55,11 +56,10 @@ class Worker:
         self._workshop.resolve_plan(self._state)
         return self._workshop.plan.choices
 
-    def train(self, memory: Any, task: Any) -> Any:
-        """Train a device."""
+    def train(self, task: Task) -> Contribution:
+        """Train a device; what is sent in an encoded form, too, is needed decoded here."""
         assert self._workshop is not None
-        task = wire.unpack_task((memory, task))
-        return wire.pack_contribution(self._workshop.train(task, self._state))
+        return replace(self._workshop.train(task, self._state), payloads={})
 
     def test(self, chunks: Any, statistics: str) -> Any:
         """Test the server's model on some of the test data."""
@@ -72,7 +72,7 @@ def serve(requests: Connection, replies: Connection) -> None:
     worker = Worker()
     while True:
         try:
-            name, arguments = requests.recv()
+            name, arguments = wire.receive(requests)
         except EOFError:
             return
         if name == "state":  # nobody waits for an answer to this
@@ -86,7 +86,7 @@ def serve(requests: Connection, replies: Connection) -> None:
         except Exception as error:
             reply = ("failed", (f"{type(error).__name__}: {error}", traceback.format_exc()))
         try:
-            replies.send(reply)
+            replies.send_bytes(wire.dumps(reply))
         except BrokenPipeError:
             return
 

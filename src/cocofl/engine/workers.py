@@ -12,20 +12,17 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
-
-import torch
 
 from cocofl import errors
 from cocofl.engine import wire
-from cocofl.engine.executor import Answer, Asked, added, answers
+from cocofl.engine.executor import Answer, Executor, RoundPlan, added, answers
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Task, Workshop
+from cocofl.fl.local import Workshop
 from cocofl.fl.metrics import Sums
 from cocofl.fl.state import ServerState
 from cocofl.freeze import KernelPlan
@@ -76,7 +73,7 @@ class _Channel:
     def ask(self, name: str, *arguments: Any) -> None:
         """Send a request; its answer is read by :meth:`answer`."""
         try:
-            self._requests.send((name, arguments))
+            self._requests.send_bytes(wire.dumps((name, arguments)))
         except BrokenPipeError as error:
             raise self._gone() from error
 
@@ -86,12 +83,12 @@ class _Channel:
         Waiting for room in its pipe, this process would not read the answer that the worker may
         be waiting to send: both would wait forever.
         """
-        return 2 * len(ForkingPickler.dumps((name, arguments))) < self._room_bytes
+        return 2 * len(wire.dumps((name, arguments))) < self._room_bytes
 
     def answer(self) -> Any:
         """Wait for the answer to the oldest request."""
         try:
-            kind, content = self.replies.recv()
+            kind, content = wire.receive(self.replies)
         except (EOFError, OSError) as error:
             raise self._gone() from error
         if kind == "mistake":
@@ -123,14 +120,13 @@ class _Channel:
         )
 
 
-class Workers:
+class Workers(Executor):
     """An executor of several processes, which can serve one experiment after the other."""
 
     def __init__(self, count: int | None = None) -> None:
         # Merging with several threads would take the cores from the workers, the longer as
         # OpenMP's threads spin for a while when they have nothing left to do.
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        super().__init__()
         self._channels = [_Channel() for _ in range(count or default_workers())]
         self._all("path", sys.path)
 
@@ -150,18 +146,10 @@ class Workers:
         self._obey(plan)
         return plan
 
-    def placed(self, state: ServerState) -> ServerState:
-        """Where it is."""
-        return state
-
-    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
-        """Whoever is free takes the next device; one run follows another."""
-        return [self._trained(plan.tasks, state) for plan, state in asked]
-
-    def _trained(self, tasks: Sequence[Task], state: ServerState) -> Iterator[Answer]:
+    def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
+        """Whoever is free takes the next device."""
         self._share(state)
-        sent = self._scatter("train", [wire.pack_task(task) for task in tasks])
-        yield from answers(tasks, map(wire.unpack_contribution, sent))
+        yield from answers(plan.tasks, self._scatter("train", [(task,) for task in plan.tasks]))
 
     def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
         """Each worker tests on its part."""
@@ -175,11 +163,11 @@ class Workers:
         """End all workers."""
         for channel in self._channels:
             channel.close()
-        torch.set_num_threads(self._threads)
+        super().close()
 
     def _share(self, state: ServerState) -> None:
-        packed = wire.pack(replace(state, devices={}).flat())
-        self._each(lambda channel: channel.ask("state", packed))  # tasks follow at once
+        flat = replace(state, devices={}).flat()
+        self._each(lambda channel: channel.ask("state", flat))  # tasks follow at once
 
     def _all(self, name: str, *arguments: Any) -> None:
         self._each(lambda channel: channel.ask(name, *arguments))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from cocofl.vector import (
     Rows,
     Segments,
     factor_row,
-    score_count,
 )
 
 PARAMETERS, STATISTICS, CONSTANTS, SCALES = "parameters", "statistics", "constants", "scales"
@@ -104,11 +103,10 @@ class StackedNetworks:
             if not self._agrees(width):
                 raise NotStacked(f"at width {width:g} the network differs in more than its sizes")
 
-    @cached_property
+    @property
     def gives_scores(self) -> bool:
         """Whether the network returns scores of classes and nothing else."""
-        classes = self.workshop.materials.train.facts.num_classes
-        return (score_count(self.workshop.chain()) or 0) >= classes
+        return (self.program.scores or 0) >= self.workshop.materials.train.facts.num_classes
 
     def level(self, width: float, *, scaled: bool = False) -> int:
         """The number of a width."""
@@ -173,12 +171,14 @@ class StackedLayout:
         program = networks.program
         self._networks, self._shop = networks, networks.workshop
         self._slots, self._sites = program.layout, program.sites
-        self._like = torch.zeros(0, dtype=program.layout.dtype, device=on)
-        slots = program.layout
-        self._constants = {key: self._shop.chain().state_dict()[key] for key in slots.constants}
+        slots, own = program.layout, self._shop.chain().state_dict()
+        self._like = torch.zeros(0, dtype=slots.dtype, device=on)
+        self._constants = {key: own[key] for key in slots.constants}
+        rows = {PARAMETERS: slots.parameters.by_key, STATISTICS: slots.statistics.by_key}
+        self._keys: dict[str, Iterable[str]] = {**rows, CONSTANTS: slots.constants}
         self._block_of = dict(slots.constants)
-        for kind in (slots.parameters, slots.statistics):
-            self._block_of |= {key: slot.block for key, slot in kind.by_key.items()}
+        for by_key in rows.values():
+            self._block_of |= {key: slot.block for key, slot in by_key.items()}
         self._fresh_statistics = cache(partial(self._statistics_row, tensors={}))
         self.block_bytes = cache(self._block_bytes)
         self._places_of_level = cache(lambda level: networks.has(level).double().to(on))
@@ -302,20 +302,17 @@ class StackedLayout:
         sent = make(work, trained)
         memory = {name: {PARAMETERS: row} for name, row in trained.memory.items()}
         remembered_bytes = len(memory) * self.block_bytes(PARAMETERS, work.device.blocks)
-        return StackedContribution(
-            tensors=_MadeWhenAsked(sent.tensors),
+        return replace(
+            sent,
             samples=len(task.indices),
             loss=trained.loss,
-            width=sent.width,
-            rows=sent.rows,
             device=task.device,
             memory=memory,
-            sent_bytes=sent.size_bytes + remembered_bytes,
-            stacked=tuple(sent.parts),
-            sound=trained.sound,
+            sent_bytes=sent.nbytes + remembered_bytes,
+            known_finite=trained.sound,
         )
 
-    def _sent_blocks(self, work: StackedWork, trained: Trained) -> _Sent:
+    def _sent_blocks(self, work: StackedWork, trained: Trained) -> Contribution:
         blocks, rows = work.device.blocks, trained.rows
         parameters, statistics, scales = rows.parameters[0], rows.statistics[0], rows.scales[0]
         measured = ~scales.isnan()
@@ -338,9 +335,9 @@ class StackedLayout:
                 if is_scale(key) or self._block_of[key] in blocks
             }
 
-        return _Sent(parts, size + _SCALE_BYTES * trained.n_scales, tensors)
+        return _contribution(parts, tensors, size + _SCALE_BYTES * trained.n_scales)
 
-    def _sent_width(self, work: StackedWork, trained: Trained) -> _Sent:
+    def _sent_width(self, work: StackedWork, trained: Trained) -> Contribution:
         level, widths = work.device.level, self._networks.widths
         assert level is not None
         width, rows = widths[level], {}
@@ -361,7 +358,7 @@ class StackedLayout:
                 for key, tensor in found.items()
             }
 
-        return _Sent(parts, size, tensors, width, rows)
+        return _contribution(parts, tensors, size, width=width, rows=rows)
 
     def _votes(self, level: int, rows: Mapping[str, Ints]) -> Tensor:
         """By place of a row of parameters, whether a device knows anything about it."""
@@ -383,16 +380,11 @@ class StackedLayout:
 
     def _block_bytes(self, kind: str, blocks: Blocks) -> int:
         own = self._shop.chain().state_dict()
-        return sum(own[key].nbytes for key in self._keys(kind) if self._block_of[key] in blocks)
+        return sum(own[key].nbytes for key in self._keys[kind] if self._block_of[key] in blocks)
 
     def _bytes_at_width(self, kind: str, width: float) -> int:
         own = self._shop.model(width).state_dict()
-        return sum(own[key].nbytes for key in self._keys(kind))
-
-    def _keys(self, kind: str) -> Iterable[str]:
-        if kind == CONSTANTS:
-            return self._slots.constants
-        return (self._slots.parameters if kind == PARAMETERS else self._slots.statistics).by_key
+        return sum(own[key].nbytes for key in self._keys[kind])
 
 
 class Trained(NamedTuple):
@@ -414,24 +406,11 @@ class Trained(NamedTuple):
         return self._replace(rows=self.rows.clone(), statistics=statistics, memory=memory)
 
 
-class _Sent(NamedTuple):
-    parts: Sequence[Part]
-    size_bytes: int
-    tensors: Callable[[], Tensors]
-    width: float = 1.0
-    rows: Mapping[str, Ints] = {}
-
-
-@dataclass(frozen=True, eq=False)
-class StackedContribution(Contribution):
-    """What a device of a cohort sends; whether its numbers are finite is known beforehand."""
-
-    sound: bool = True
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether training went well."""
-        return self.sound and bool(np.isfinite(self.loss))
+def _contribution(
+    parts: Sequence[Part], tensors: Callable[[], Tensors], sent_bytes: int, **more: Any
+) -> Contribution:
+    made = _MadeWhenAsked(tensors)
+    return Contribution(made, 0, stacked=tuple(parts), sent_bytes=sent_bytes, **more)
 
 
 class _MadeWhenAsked(Mapping[str, Tensor]):

@@ -57,6 +57,8 @@ class Contribution:
     """The tensors that a codec encoded, as they are sent."""
     stacked: tuple[Part, ...] | None = None
     """The tensors as rows, where a cohort has them so."""
+    known_finite: bool | None = None
+    """Whether all tensors are finite, where somebody has looked already."""
 
     @property
     def nbytes(self) -> int:
@@ -68,9 +70,10 @@ class Contribution:
     @property
     def is_finite(self) -> bool:
         """Whether training went well."""
-        return bool(np.isfinite(self.loss)) and all(
-            bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values()
-        )
+        if self.known_finite is not None:
+            return self.known_finite and bool(np.isfinite(self.loss))
+        finite = (bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
+        return bool(np.isfinite(self.loss)) and all(finite)
 
 
 class Layout(Protocol):

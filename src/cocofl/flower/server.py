@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from cocofl.config import Experiment
-from cocofl.engine.executor import Answer, Asked, EvaluatesInProcess, RoundPlan
+from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.engine.rounds import Job, Judge, Verdict, run
 from cocofl.errors import InvalidExperiment, RejectedUpdate
 from cocofl.experiment import Setup, open_folder
@@ -71,7 +71,7 @@ class _Log:
         """Nothing to add."""
 
 
-class Server(EvaluatesInProcess):
+class Server(Executor):
     """The devices of a network: they plan by themselves, and what they send is judged here."""
 
     def __init__(self, grid: Grid, experiment: Experiment, deployment: Deployment) -> None:
@@ -87,11 +87,8 @@ class Server(EvaluatesInProcess):
             "facts": shared_facts(self.setup.data),
         }
 
-    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
+    def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
         """Ask the nodes that are there, and wait until they have answered or are late."""
-        return [self._answers(plan, state) for plan, state in asked]
-
-    def _answers(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
         nodes = self._nodes(plan.round_index)
         record = state_record(state.tensors)
         settings = {**self._common, "round": plan.round_index, "lr": plan.lr}

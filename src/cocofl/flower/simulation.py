@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from flwr.simulation import run_simulation
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
-from cocofl.engine.executor import Answer, Asked, EvaluatesInProcess, RoundPlan, answers
+from cocofl.engine.executor import Answer, Executor, RoundPlan, answers
 from cocofl.engine.rounds import Job, Watcher, task_of
 from cocofl.engine.workers import default_workers
 from cocofl.experiment import Run, Setup
@@ -111,7 +111,7 @@ def _backend(workers: int) -> dict[str, Any]:
     return {"init_args": arguments, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
 
 
-class OnFlower(EvaluatesInProcess):
+class OnFlower(Executor):
     """An executor whose devices are trained by the nodes of a grid."""
 
     def __init__(self, grid: Grid, experiment: Experiment, over: Event) -> None:
@@ -126,11 +126,8 @@ class OnFlower(EvaluatesInProcess):
         self.prepare(self._workshop, KernelPlan(choices, fixed=True))
         return self._workshop.plan
 
-    def collect(self, asked: Asked) -> list[Iterable[Answer]]:
-        """Each device on a node of its own; one run follows another."""
-        return [self._trained(plan, state) for plan, state in asked]
-
-    def _trained(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
+    def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
+        """Each device on a node of its own."""
         common = state_record(replace(state, devices={}).flat())
         messages = []
         for task, node in zip(plan.tasks, self._nodes(len(plan.tasks)), strict=True):
