@@ -327,7 +327,7 @@ def test_strategies_that_send_slices_are_refused(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("flower.nods", 3, "did you mean nodes"),
-        ("flower.nodes", "three", "expected int"),
+        ("flower.nodes", "three", "expected a whole number"),
         ("flower.nodes", 0, "at least 1"),
         ("flower.round_s", 0.0, "above 0"),
         ("training.lrr", 0.1, "did you mean lr"),

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load
 
 from cocofl.chain import split
-from cocofl.errors import InvalidSetting, RejectedUpdate
+from cocofl.errors import InvalidExperiment, RejectedUpdate
 from cocofl.fl.merge import Contribution
 from cocofl.flower.updates import Contract, Limits
 from cocofl.freeze import chain_state, freeze
@@ -239,9 +239,9 @@ def test_size_is_judged_before_anything_is_read(sent) -> None:
 
 
 def test_limits_must_be_limits() -> None:
-    with pytest.raises(InvalidSetting):
+    with pytest.raises(InvalidExperiment):
         Limits(max_samples=0)
-    with pytest.raises(InvalidSetting):
+    with pytest.raises(InvalidExperiment):
         Limits(max_change=float("nan"))
 
 

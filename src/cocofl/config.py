@@ -19,8 +19,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidExperiment
 from cocofl.fl.codec import Upload
-from cocofl.fl.evaluation import Evaluation
 from cocofl.fl.faults import Faults
+from cocofl.fl.metrics import Evaluation
 from cocofl.fl.training import Training
 from cocofl.freeze import backend_names
 from cocofl.named import nearest
@@ -152,7 +152,7 @@ class Experiment:
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Experiment:
         """From nested dicts, as a TOML file gives them."""
-        return _build(cls, content, "")  # type: ignore[no-any-return]
+        return from_table(cls, content)  # type: ignore[no-any-return]
 
     @classmethod
     def load(cls, path: str | Path, changes: Mapping[str, Any] | None = None) -> Experiment:
@@ -242,7 +242,8 @@ def parse_value(text: str) -> Any:
 # --- dicts to dataclasses ------------------------------------------------------------------------
 
 
-def _build(cls: type[Any], content: Any, prefix: str) -> Any:
+def from_table(cls: type[Any], content: Any, prefix: str = "") -> Any:
+    """A dataclass of settings from a table; an error names the key behind ``prefix``."""
     if not isinstance(content, Mapping):
         raise InvalidExperiment(f"{prefix.rstrip('.')} is {content!r}; expected a table")
     if cls is StrategySettings:
@@ -271,7 +272,7 @@ def _build(cls: type[Any], content: Any, prefix: str) -> Any:
 
 def _value(wanted: Any, value: Any, key: str) -> Any:
     if is_dataclass(wanted):
-        return _build(wanted, value, f"{key}.")  # type: ignore[arg-type]
+        return from_table(wanted, value, f"{key}.")  # type: ignore[arg-type]
     if wanted is Any:
         return value
     if get_origin(wanted) in (Union, types.UnionType):

@@ -111,13 +111,6 @@ class Blocks:
         runs = [(role, list(blocks)) for role, blocks in groupby(range(n_blocks), self.role)]
         return [Region(range(blocks[0], blocks[-1] + 1), role) for role, blocks in runs]
 
-    def is_subset_of(self, other: Blocks) -> bool:
-        """Whether every one of these blocks is also trained by ``other``."""
-        return all(
-            any(begin <= start and stop <= end for begin, end in other._runs)
-            for start, stop in self._runs
-        )
-
 
 class Span(Blocks):
     """Blocks ``start:stop`` are trained; every other block is frozen.

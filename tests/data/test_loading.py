@@ -358,7 +358,7 @@ def test_ones_own_function_needs_no_registration(tmp_path):
         (None, "returned NoneType; expected a dict with train and test"),
         ({"train": 1, "test": 2}, r"expected \(inputs, labels\)"),
         ({"train": (np.zeros((2, 3)), [0, 1]), "test": ()}, "inputs are float64 of shape"),
-        ({"train": (np.zeros((2, 3), int), [0]), "test": ()}, "one integer label each"),
+        ({"train": (np.zeros((2, 3), int), [0]), "test": ()}, "for each an integer .a class."),
         ({"train": (np.full((1, 3), -1), [0]), "test": ()}, "token ids must lie between"),
         ({"train": (np.zeros((1, 3), int), [0], [1, 2]), "test": ()}, "owners of shape"),
         (

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.data.split_facts import Draft, Facts, check_labels
+from cocofl.data.split_facts import Draft, Facts, check_codes, check_labels
 from cocofl.errors import InvalidData
 
 # Raise the number when what a data set's function makes changes: caches of the old are rebuilt.
@@ -33,6 +33,7 @@ MAX_HEADER_BYTES = 64 * 2**20
 CHUNK_BYTES = 16 * 2**20
 DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
+    "F32": np.dtype("<f4"),
     "I32": np.dtype("<i4"),
     "U16": np.dtype("<u2"),
     "U8": np.dtype("u1"),
@@ -53,7 +54,7 @@ class Split:
     path: Path
     facts: Facts
     inputs: NDArray[Any]
-    labels: NDArray[np.int64]
+    labels: NDArray[Any]
     owners: NDArray[np.int32] | None
     """Per sample, an index into ``facts.owner_names``; ``None`` when nobody owns the samples."""
     tokenizer: bytes
@@ -65,7 +66,7 @@ class Split:
     def __reduce__(self) -> tuple[Any, ...]:
         return open_split, (self.path,)
 
-    def batch(self, indices: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def batch(self, indices: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Copies of the samples at ``indices`` that may be written to; token ids as int64."""
         inputs = np.ascontiguousarray(self.inputs[indices])
         if self.facts.task == "text":
@@ -79,7 +80,7 @@ def write_split(path: Path, draft: Draft) -> Facts:
     The file gets its name only once it is complete and on the disk, so a process that dies on the
     way leaves a stray temporary file and never half a split.
     """
-    labels = check_labels(draft.labels, draft.facts.num_classes, draft.where or path.name)
+    labels = check_labels(draft.labels, draft.facts, draft.where or path.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -112,19 +113,19 @@ def open_split(path: Path, *, verify: bool = False) -> Split:
         name: mapped[begin + start : begin + stop].view(dtype).reshape(shape)
         for name, (dtype, shape, start, stop) in arrays.items()
     }
-    check_labels(views["labels"], facts.num_classes, path.name)
+    check_labels(views["labels"], facts, path.name)
     if "owners" in views:
-        check_labels(views["owners"], len(facts.owner_names), f"owners in {path.name}")
+        check_codes(views["owners"], len(facts.owner_names), f"owners in {path.name}")
     return _assemble(path, facts, views)
 
 
 # --- the file ------------------------------------------------------------------------------------
 
 
-def _write(file: BinaryIO, draft: Draft, labels: NDArray[np.int64]) -> Facts:
-    small = {"labels": labels.astype("<i8")}
+def _write(file: BinaryIO, draft: Draft, labels: NDArray[Any]) -> Facts:
+    small = {"labels": labels.astype(labels.dtype.newbyteorder("<"))}
     if draft.owners is not None:
-        assert draft.owners.shape == labels.shape
+        assert len(draft.owners) == len(labels)
         small["owners"] = draft.owners.astype("<i4")
     dtype = np.dtype(draft.dtype).newbyteorder("<")
     shapes: dict[str, tuple[np.dtype[Any], Shape]] = {
@@ -248,8 +249,8 @@ def _parse_header(
         if last_end != data_bytes:
             raise ValueError(f"{last_end} bytes of data announced, {data_bytes} found")
         _check_shapes({name: array[1] for name, array in arrays.items()}, facts)
-        if arrays["labels"][0] != DTYPES["I64"]:
-            raise ValueError("labels are no int64")
+        if arrays["labels"][0] != DTYPES["F32" if facts.labels == "numbers" else "I64"]:
+            raise ValueError(f"{facts.labels} are stored as {arrays['labels'][0]}")
         return arrays, facts, int(metadata["crc32"], 16)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidData(f"{path} is no complete split: {error!r}") from error
@@ -265,7 +266,7 @@ def _parse_facts(fields: dict[str, Any]) -> Facts:
 
 def _check_shapes(shapes: dict[str, Shape], facts: Facts) -> None:
     n_samples, *sample_shape = shapes["inputs"]
-    if shapes["labels"] != (n_samples,) or shapes.get("owners", (n_samples,)) != (n_samples,):
+    if shapes["labels"][:1] != (n_samples,) or shapes.get("owners", (n_samples,)) != (n_samples,):
         raise ValueError(f"{n_samples} inputs for labels and owners of other lengths: {shapes}")
     if facts.task == "text" and len(sample_shape) != 1:
         raise ValueError(f"a text is a row of token ids, not {sample_shape}")

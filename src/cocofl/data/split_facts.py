@@ -32,10 +32,12 @@ class Facts:
     owner_kind: str = ""
     """What the samples' owners are: ``writer``, ``patient``, ``play``; empty when unknown."""
     owner_names: tuple[str, ...] = ()
+    labels: Literal["classes", "tokens", "numbers"] = "classes"
+    """What each sample has: one class; a class per position; or numbers, which have no classes."""
 
     @property
     def num_classes(self) -> int:
-        """How many classes the labels distinguish."""
+        """How many classes the labels distinguish, or how many numbers each sample has."""
         return len(self.class_names)
 
 
@@ -68,18 +70,30 @@ def normalise(pixels: NDArray[np.uint8], facts: Facts) -> NDArray[np.float32]:
     return np.asarray((pixels.astype(np.float32) - mean) * scale)
 
 
-def check_labels(labels: NDArray[Any], num_classes: int, where: str) -> NDArray[np.int64]:
-    """Labels as int64, or :class:`InvalidData` naming the first one that is no class."""
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+def check_labels(labels: NDArray[Any], facts: Facts, where: str) -> NDArray[Any]:
+    """Labels as int64, numbers as float32; else :class:`InvalidData` that names the first wrong."""
+    if facts.labels == "numbers":
+        if labels.dtype.kind not in "iuf" or labels.ndim > 2 or not np.isfinite(labels).all():
+            raise InvalidData(f"{where}: labels must be finite numbers, one or a row per sample")
+        return labels.astype(np.float32, copy=False)
+    return check_codes(labels, facts.num_classes, where, 2 if facts.labels == "tokens" else 1)
+
+
+def check_codes(
+    codes: NDArray[Any], n_codes: int, where: str, dimensions: int = 1
+) -> NDArray[np.int64]:
+    """Classes as int64, or :class:`InvalidData` naming the first one that is none."""
+    if codes.ndim != dimensions or codes.dtype.kind not in "iu":
         raise InvalidData(
-            f"{where}: labels must be integers in one dimension, "
-            f"got {labels.dtype} of shape {labels.shape}"
+            f"{where}: labels must be integers in {('one', 'two')[dimensions - 1]} dimension"
+            f"{'s' * (dimensions - 1)}, "
+            f"got {codes.dtype} of shape {codes.shape}"
         )
-    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    wrong = np.argwhere((codes < 0) | (codes >= n_codes))
     if len(wrong):
         raise InvalidData(
-            f"{where}: sample {wrong[0]} has label {labels[wrong[0]]}, and {len(wrong)} of "
-            f"{len(labels)} labels are out of range: {num_classes} classes are labelled "
-            f"0 to {num_classes - 1}. Is this the right label column, and the right file?"
+            f"{where}: sample {wrong[0][0]} has label {codes[tuple(wrong[0])]}, and {len(wrong)} "
+            f"of {codes.size} labels are out of range: {n_codes} classes are labelled "
+            f"0 to {n_codes - 1}. Is this the right label column, and the right file?"
         )
-    return labels.astype(np.int64, copy=False)
+    return codes.astype(np.int64, copy=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,8 @@ def read_own(name: str, folder: Path | None) -> tuple[dict[str, Draft], str]:
 
     The function returns ``{"train": (inputs, labels), "test": (inputs, labels)}``, each tuple with
     the owners of the samples as a third item if there are any. Inputs are uint8 images
-    (n, height, width, 1 or 3) or integer token ids (n, length).
+    (n, height, width, 1 or 3) or integer token ids (n, length). Labels are integers, one class per
+    sample (n) or position (n, length); or floats, (n) or (n, k), which the network predicts.
     """
     made = import_function(name, DataNotFound)(folder)
     if not isinstance(made, Mapping) or not set(SPLITS) <= set(made):
@@ -45,7 +47,14 @@ def read_own(name: str, folder: Path | None) -> tuple[dict[str, Draft], str]:
             f"{name}: train has samples of {splits['train'].inputs.shape[1:]}, "
             f"test of {splits['test'].inputs.shape[1:]}; they must be alike"
         )
-    num_classes = 1 + max(int(arrays.labels.max()) for arrays in splits.values())
+    shapes = {arrays.labels.shape[1:] for arrays in splits.values()}
+    kinds = {_kind(arrays.labels) for arrays in splits.values()}
+    if len(shapes) > 1 or len(kinds) > 1:
+        raise InvalidData(f"{name}: the labels of train and test are not alike")
+    if kinds == {"numbers"}:
+        num_classes = math.prod(*shapes)
+    else:
+        num_classes = 1 + max(int(arrays.labels.max()) for arrays in splits.values())
     vocab_size = 1 + max(int(arrays.inputs.max()) for arrays in splits.values())
     drafts = {
         split: replace(_draft(arrays, num_classes, vocab_size), where=f"{name}, {split}")
@@ -69,14 +78,16 @@ def _checked(made: Any, where: str) -> _Arrays:
             f"{where}: inputs are {inputs.dtype} of shape {inputs.shape}; expected uint8 images "
             "(n, height, width, 1 or 3) or integer token ids (n, length)"
         )
-    if not len(inputs) or labels.shape != (len(inputs),) or labels.dtype.kind not in "iu":
+    good = labels.dtype.kind in "iuf" and labels.ndim in (1, 2) and labels.size > 0
+    if not len(inputs) or not good or len(labels) != len(inputs):
         raise InvalidData(
             f"{where}: {len(inputs)} inputs and labels of {labels.dtype} and shape "
-            f"{labels.shape}; expected at least one sample, and one integer label each"
+            f"{labels.shape}; expected at least one sample, and for each an integer (a class), a "
+            "row of integers (of tokens), or numbers"
         )
     if text and not 0 <= inputs.min() <= inputs.max() <= MAX_TOKEN_ID:
         raise InvalidData(f"{where}: token ids must lie between 0 and {MAX_TOKEN_ID}")
-    if owners is not None and owners.shape != labels.shape:
+    if owners is not None and owners.shape != labels.shape[:1]:
         raise InvalidData(f"{where}: {len(labels)} labels, but owners of shape {owners.shape}")
     return _Arrays(inputs, labels, owners)
 
@@ -93,10 +104,17 @@ def _draft(arrays: _Arrays, num_classes: int, vocab_size: int) -> Draft:
         vocab_size=0 if image else vocab_size,
         owner_kind="owner" if names else "",
         owner_names=names,
+        labels=_kind(arrays.labels),
     )
     dtype = "uint8" if image else "uint16"
     inputs = [arrays.inputs.astype(dtype)]
     return Draft(facts, arrays.labels, arrays.inputs.shape[1:], inputs, dtype, owners=codes)
+
+
+def _kind(labels: NDArray[Any]) -> Literal["classes", "tokens", "numbers"]:
+    if labels.dtype.kind == "f":
+        return "numbers"
+    return "classes" if labels.ndim == 1 else "tokens"
 
 
 def _checksum(splits: dict[str, _Arrays]) -> str:

@@ -86,9 +86,9 @@ class CohortExecutor(Executor):
         self._room_for = 0, False  # so many devices; whether they distil
         self._evaluator: GpuEvaluator | None = None
         self._warned: set[str] = set()
-        self._form = cache(self._stacked_form)
+        self._layout = cache(self._stacked_layout)
 
-    def _stacked_form(self) -> tuple[StackedNetworks, StackedLayout] | None:
+    def _stacked_layout(self) -> StackedLayout | None:
         """The network for many devices, and how its states lie; None where it has no such form."""
         name = self._workshop.materials.subject.model
         # Built-in networks have one, as the tests say.
@@ -96,8 +96,8 @@ class CohortExecutor(Executor):
         if reason is not None:
             self._warn(f"the devices of {name} train one after the other, on the CPU: {reason}")
             return None
-        networks = StackedNetworks(self._workshop, Program(self._workshop.chain(), self._on))
-        return networks, StackedLayout(networks, self._on)
+        program = Program(self._workshop.chain(), self._on)
+        return StackedLayout(StackedNetworks(self._workshop, program), self._on)
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -111,8 +111,8 @@ class CohortExecutor(Executor):
 
     def placed(self, state: ServerState) -> ServerState:
         """As rows on the GPU."""
-        form = self._form()
-        return state if form is None else state.placed(form[1])
+        layout = self._layout()
+        return state if layout is None else state.placed(layout)
 
     # Training
 
@@ -150,11 +150,11 @@ class CohortExecutor(Executor):
 
     def _stacked(self, task: Task) -> StackedWork | None:
         """The task's work in the cohort's terms; None where it has to be done alone."""
-        form = self._form()
-        if form is None:
+        layout = self._layout()
+        if layout is None:
             return None
         try:
-            return stacked(form[0], task)
+            return stacked(layout.networks, task)
         except NotStacked as reason:
             kind = type(task.work).__name__
             self._warn(f"devices with {kind} train one after the other, on the CPU: {reason}")
@@ -168,12 +168,11 @@ class CohortExecutor(Executor):
         keep: bool,
         measure: bool,
     ) -> Iterator[tuple[int, Answer]]:
-        form = self._form()
-        assert form is not None
-        networks, layout = form
+        layout = self._layout()
+        assert layout is not None
         distils = any(one.work.device.distillation > 0 for one in everyone)
         cohort = self._cohort_for(len(everyone), distils=distils)
-        networks.enter(cohort)
+        layout.networks.enter(cohort)
         rows = Rows.below_each_other([layout.rows(state.parts) for state in states])
         for first in range(0, len(everyone), cohort.devices):
             some = everyone[first : first + cohort.devices]
@@ -271,8 +270,12 @@ class CohortExecutor(Executor):
         most, distilled = self._room_for
         if self._cohort is None or wanted > most or distils > distilled:
             self._room_for = max(wanted, most), distils or distilled
-            chain, training, form = self._workshop.chain(), self._workshop.training, self._form()
-            assert form is not None
+            chain, training, layout = (
+                self._workshop.chain(),
+                self._workshop.training,
+                self._layout(),
+            )
+            assert layout is not None
             self._cohort = None  # its memory is for the next
 
             def make(devices: int) -> Cohort:
@@ -287,7 +290,7 @@ class CohortExecutor(Executor):
                     precision=self._precision,
                     # A loss of one's own is told on the host which samples count.
                     capture=self._workshop.loss is cross_entropy,
-                    program=form[0].program,
+                    program=layout.networks.program,
                 )
 
             most, distilled = self._room_for
@@ -320,13 +323,12 @@ def _padded(
 
 
 def _stacked_optimizer(training: Training) -> Optimizer:
-    found = training.stacked_optimizer()
-    if found is None:
-        raise InvalidSetting(
-            f"the cohort engine knows the optimizers sgd and adam, not {training.optimizer!r}; "
-            'use engine.kind = "serial"'
-        )
-    return found
+    if (found := training.stacked_optimizer()) is not None:
+        return found
+    raise InvalidSetting(
+        f"the cohort engine knows the optimizers sgd and adam, not {training.optimizer!r}; "
+        'use engine.kind = "serial"'
+    )
 
 
 def _stacked_loss(loss: Loss) -> losses.StackedLoss:
@@ -334,7 +336,6 @@ def _stacked_loss(loss: Loss) -> losses.StackedLoss:
 
 
 def _are_finite(cohort: Cohort) -> list[bool]:
-    rows = (cohort.parameters, cohort.statistics)
-    sound = torch.stack([torch.isfinite(r.sum(1)) for r in rows]).all(0)
+    sound = cohort.parameters.sum(1).isfinite() & cohort.statistics.sum(1).isfinite()
     found: list[bool] = sound.tolist()
     return found

@@ -17,7 +17,7 @@ class GpuSplit:
         self.classes = facts.num_classes
         self._is_image = facts.task == "image"
         self._inputs = torch.from_numpy(np.array(split.inputs)).to(on)
-        self._labels = torch.from_numpy(np.array(split.labels, dtype=np.int64)).to(on)
+        self._labels = torch.from_numpy(np.array(split.labels)).to(on)
         if self._is_image:
             mean, std = (np.asarray(values, np.float32) for values in (facts.mean, facts.std))
             self._mean = torch.from_numpy(mean * np.float32(255)).to(on)

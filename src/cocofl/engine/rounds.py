@@ -17,12 +17,11 @@ import numpy as np
 from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
-from cocofl.fl.evaluation import STATISTICS, Evaluation
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
 from cocofl.fl.local import Task, Workshop
 from cocofl.fl.merge import Mean
-from cocofl.fl.metrics import Populations, scores
+from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
 from cocofl.fl.state import Contribution, ServerState
 from cocofl.fl.strategies import Plan, Strategy
 from cocofl.fl.training import Training

@@ -17,7 +17,7 @@ from cocofl.engine.rounds import Watcher, evaluate, run
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment.engines import engine_kind, machine_plan, make_executor, remember_plan
 from cocofl.experiment.setup import Setup
-from cocofl.fl.evaluation import STATISTICS
+from cocofl.fl.metrics import STATISTICS
 from cocofl.fl.strategies import NEEDS_NOTHING
 from cocofl.freeze import KernelPlan, State
 from cocofl.named import names_in, refuse_untrusted

@@ -47,6 +47,10 @@ CENTRAL_SPEEDUP = 10
 """Centralized training takes this many times fewer rounds, each an epoch over all data."""
 
 
+MOST_CLASSES = 4096
+"""Of metrics that count every pair of them: so many take 128 MiB."""
+
+
 def rounds_of(experiment: Experiment) -> int:
     """How many rounds its run has: with all data in one place fewer than it says."""
     central = facts_of(experiment.strategy.name).all_data_in_one_place
@@ -86,6 +90,7 @@ class Setup:
         self.materials = self.workshop.materials
         self.chain: BlockChain = self.workshop.chain()
         self._check_shapes()
+        self._check_labels()
         self.tables = ExperimentTables(experiment, self.workshop)
         self.facts = facts_of(experiment.strategy.name)
         self.strategy = self._strategy()
@@ -169,6 +174,23 @@ class Setup:
                 f"{self.experiment.data.name} has {channels}×{height}×{width}"
             )
 
+    def _check_labels(self) -> None:
+        """What trains and tests the network must be able to read the labels."""
+        facts, training = self.data.facts, self.experiment.training
+        if facts.labels == "numbers" and training.loss == "cross_entropy":
+            raise InvalidExperiment(
+                f"training.loss is 'cross_entropy', but the labels of {self.experiment.data.name} "
+                "are numbers; expected squared_error, or your own as package.module:function"
+            )
+        for one in self.workshop.tally.metrics:
+            if one.of_classes and (facts.labels == "numbers" or facts.num_classes > MOST_CLASSES):
+                raise InvalidExperiment(
+                    f"evaluation.metrics has {one.name}, which counts every pair of classes, but "
+                    f"the labels of {self.experiment.data.name} are {facts.labels}"
+                    f"{'' if facts.labels == 'numbers' else f' of {facts.num_classes} classes'}; "
+                    "expected others, like squared_error for numbers and token_accuracy for tokens"
+                )
+
     def _strategy(self) -> Strategy:
         settings = self.experiment.strategy
         make = lookup(settings.name, STRATEGIES, "strategy", InvalidExperiment)
@@ -210,7 +232,9 @@ class Setup:
         devices = make_devices(1, [Group("all")], self.experiment.seed)
         return Federation(devices, whole, self.experiment.training, 1, self.experiment.seed)
 
-    def _populations(self) -> Populations:
+    def _populations(self) -> Populations | None:
+        if self.data.facts.labels != "classes":
+            return None
         labels, classes = self.data.train.labels, self.data.facts.num_classes
         group_of, each = np.asarray(self.devices.group_of), np.arange(len(self.devices))
         return Populations(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,8 +50,8 @@ def tensors(data: Split, indices: Ints) -> tuple[Tensor, Tensor]:
     inputs, labels = data.batch(indices)
     if data.facts.task == "image":
         # Stored as (sample, height, width, channel), the permuted view *is* channels last.
-        return torch.from_numpy(normalise(inputs, data.facts)).permute(0, 3, 1, 2), _labels(labels)
-    return torch.from_numpy(inputs), _labels(labels)
+        inputs = normalise(inputs, data.facts).transpose(0, 3, 1, 2)
+    return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
 def chunks(n_samples: int, size: int) -> Iterator[Ints]:
@@ -68,7 +67,3 @@ def chunks(n_samples: int, size: int) -> Iterator[Ints]:
         del stops[-2]
     for begin, stop in pairwise([0, *stops]):
         yield np.arange(begin, stop)
-
-
-def _labels(labels: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.array(labels, dtype=np.int64))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cocofl.checks import check_choice, check_number
 from cocofl.data import Partition
 from cocofl.named import made_by_name
 
@@ -28,6 +29,26 @@ Sums = NDArray[Any]
 # Enough to read a curve and to compare runs; it keeps a run's log small and its bytes the same.
 _DIGITS = 6
 _SPREAD = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+
+
+STATISTICS = ("running", "batch")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The section ``[evaluation]`` of an experiment."""
+
+    every: int = 5
+    batch: int = 256
+    statistics: str = "running"
+    """BatchNorm's: those that training left (``running``), or those of each test ``batch``."""
+    metrics: tuple[str, ...] = ("accuracy", "f1")
+    """What the model is judged by: names, or one's own as ``package.module:function``."""
+
+    def __post_init__(self) -> None:
+        check_number("evaluation.every", self.every, least=1)
+        check_number("evaluation.batch", self.batch, least=1)
+        check_choice("evaluation.statistics", self.statistics, STATISTICS)
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,8 @@ class Metric:
     higher_is_better: bool = True
     is_share: bool = False
     """Whether it is a share of 1, which people read in percent."""
+    of_classes: bool = False
+    """Whether it counts every pair of classes: labels are classes then, and not too many."""
     capturable: bool = False
     """Whether ``sums`` may be captured in a CUDA graph: it asks no tensor for its values."""
 
@@ -77,13 +100,23 @@ def accuracy() -> Metric:
         lambda counts: float(np.trace(counts) / max(counts.sum(), 1)),
         class_accuracies,
         is_share=True,
+        of_classes=True,
         capturable=True,
     )
 
 
+def token_accuracy() -> Metric:
+    """The share of tokens that were recognised; it needs no memory for each pair of classes."""
+
+    def sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
+        return _summed(outputs.flatten(0, -2).argmax(1) == labels.flatten())
+
+    return Metric("token_accuracy", sums, _mean, is_share=True, capturable=True)
+
+
 def f1() -> Metric:
     """The mean F1 of the classes."""
-    return Metric("f1", confusion, macro_f1, is_share=True, capturable=True)
+    return Metric("f1", confusion, macro_f1, is_share=True, of_classes=True, capturable=True)
 
 
 def _mean(sums: Sums) -> float:
@@ -118,6 +151,7 @@ def squared_error() -> Metric:
 METRICS: dict[str, Callable[[], Metric]] = {
     "accuracy": accuracy,
     "f1": f1,
+    "token_accuracy": token_accuracy,
     "loss": cross_entropy,
     "squared_error": squared_error,
 }

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cocofl.budget import Budget
+from cocofl.checks import check_choice
 from cocofl.errors import InvalidSetting, NoFeasibleSpan
 from cocofl.named import lookup
 from cocofl.profiling.table import Configuration, ProfileTable
@@ -83,8 +84,7 @@ def select(
     ``round_index`` is what ``round-robin`` counts.
     """
     choose = selector_named(selector) if isinstance(selector, str) else selector
-    if over not in OVER:
-        raise InvalidSetting(f"a selector chooses over {' or '.join(OVER)}, not over {over!r}")
+    check_choice("over", over, OVER)
     fitting = feasible(table, budget)
     if not fitting:
         raise nothing_fits(table, budget)

@@ -169,7 +169,7 @@ class StackedLayout:
 
     def __init__(self, networks: StackedNetworks, on: torch.device) -> None:
         program = networks.program
-        self._networks, self._shop = networks, networks.workshop
+        self.networks, self._shop = networks, networks.workshop
         self._slots, self._sites = program.layout, program.sites
         slots, own = program.layout, self._shop.chain().state_dict()
         self._like = torch.zeros(0, dtype=slots.dtype, device=on)
@@ -259,7 +259,7 @@ class StackedLayout:
     def statistics_by_level(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The statistics that devices begin with at each level."""
         rows = []
-        for width in self._networks.widths:
+        for width in self.networks.widths:
             name = statistics_part(width)
             rows.append(parts[name] if name in parts else self._fresh_statistics(width))
         return torch.stack(rows)
@@ -338,7 +338,7 @@ class StackedLayout:
         return _contribution(parts, tensors, size + _SCALE_BYTES * trained.n_scales)
 
     def _sent_width(self, work: StackedWork, trained: Trained) -> Contribution:
-        level, widths = work.device.level, self._networks.widths
+        level, widths = work.device.level, self.networks.widths
         assert level is not None
         width, rows = widths[level], {}
         if work.device.classes is not None:
@@ -366,7 +366,7 @@ class StackedLayout:
         if not rows:
             return votes
         votes = votes.clone()
-        places = self._shop.places(self._networks.widths[level])
+        places = self._shop.places(self.networks.widths[level])
         for key, counted in rows.items():
             if key in self._slots.parameters.by_key:
                 there = self._slots.parameters.by_key[key].of(votes[None])[0]

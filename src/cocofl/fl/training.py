@@ -27,7 +27,12 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), labels.flatten())
 
 
-LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy}
+def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of networks that predict numbers."""
+    return F.mse_loss(outputs.flatten(), labels.flatten())
+
+
+LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "squared_error": squared_error}
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"sgd": Sgd, "adam": Adam}
 """Of :mod:`torch.optim`, or a :class:`cocofl.vector.Optimizer`, which a cohort can use, too."""
 

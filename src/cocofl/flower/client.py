@@ -39,8 +39,7 @@ from cocofl.fl.codec import ERROR
 from cocofl.fl.federation import Situation
 from cocofl.fl.local import Task
 from cocofl.fl.state import Memory, Tensors
-from cocofl.flower.facts import with_shared_facts
-from cocofl.flower.records import read_request, update_reply
+from cocofl.flower.records import read_request, update_reply, with_shared_facts
 from cocofl.flower.settings import alike_devices, node_budget
 from cocofl.flower.updates import Contract
 from cocofl.freeze import check_state

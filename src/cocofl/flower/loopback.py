@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from cocofl.flower.app import toml_value
@@ -63,12 +62,7 @@ class Loopback:
             raise
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     # --- processes -------------------------------------------------------------------------------
@@ -173,13 +167,12 @@ class Loopback:
     def environment(self) -> dict[str, str]:
         """Of all processes: nothing is sent to anybody, nothing is installed, nothing is shared."""
         places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        python_path = os.environ.get("PYTHONPATH")
         return {
             **os.environ,
             "PATH": os.pathsep.join(places),
             # The user's own modules may lie in the current folder.
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])
-            ),
+            "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [python_path])]),
             "FLWR_HOME": str(self.folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

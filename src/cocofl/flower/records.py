@@ -6,6 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from torch import Tensor
 
+from cocofl.data import DataSet, Split
 from cocofl.errors import RejectedUpdate
 from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.runlog import state_bytes, state_from_bytes
@@ -56,6 +58,31 @@ def read_request(message: Message) -> tuple[Tensors, Settings]:
     """What the server sent."""
     settings: Settings = json.loads(str(message.content.config_records[REQUEST]["json"]))
     return _state_of(message.content), settings
+
+
+# --- what devices must know of the server's data, so that theirs means the same -----------------
+# One may lack classes, and its pictures may be darker: labels and normalisation are the server's.
+
+
+def shared_facts(dataset: DataSet) -> dict[str, Any]:
+    """What the server tells devices about the data."""
+    facts = dataset.facts
+    return {
+        "class_names": list(facts.class_names),
+        "mean": list(facts.mean),
+        "std": list(facts.std),
+    }
+
+
+def with_shared_facts(dataset: DataSet, facts: Mapping[str, Any]) -> DataSet:
+    """A device's data, read as the server's is."""
+    names, mean, std = (tuple(facts[name]) for name in ("class_names", "mean", "std"))
+
+    def read_alike(split: Split) -> Split:
+        alike = replace(split.facts, class_names=names, mean=mean, std=std)
+        return replace(split, facts=alike)
+
+    return replace(dataset, train=read_alike(dataset.train), test=read_alike(dataset.test))
 
 
 # --- replies of devices that nobody trusts -------------------------------------------------------

@@ -26,8 +26,7 @@ from cocofl.errors import InvalidExperiment, RejectedUpdate
 from cocofl.experiment import Setup, open_folder
 from cocofl.fl.metrics import Populations
 from cocofl.fl.state import ServerState
-from cocofl.flower.facts import shared_facts
-from cocofl.flower.records import Reply, ask, read_update, request, state_record
+from cocofl.flower.records import Reply, ask, read_update, request, shared_facts, state_record
 from cocofl.flower.settings import Deployment, alike_devices, check_experiment, read_run_config
 from cocofl.flower.updates import Contract
 from cocofl.freeze import KernelPlan

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cocofl.budget import Budget
-from cocofl.config import Experiment, parse_value
+from cocofl.checks import check_number
+from cocofl.config import Experiment, from_table, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import BLOCKS
@@ -45,14 +46,10 @@ class Deployment:
     max_change: float = Limits.max_change
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("per_round", 0)):
-            if getattr(self, name) < least:
-                raise InvalidExperiment(
-                    f"flower.{name} is {getattr(self, name)}; expected at least {least}"
-                )
-        for name in ("wait_s", "round_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidExperiment(f"flower.{name} is {getattr(self, name)}; expected above 0")
+        check_number("flower.nodes", self.nodes, least=1)
+        check_number("flower.per_round", self.per_round, least=0)
+        check_number("flower.wait_s", self.wait_s, above=0)
+        check_number("flower.round_s", self.round_s, above=0)
 
     @property
     def limits(self) -> Limits:
@@ -71,19 +68,7 @@ def read_run_config(config: Mapping[str, Any]) -> tuple[Experiment, Deployment]:
     own = {
         key.removeprefix(SECTION): item for key, item in config.items() if key.startswith(SECTION)
     }
-    types = {field.name: type(field.default) for field in fields(Deployment)}
-    for key, value in own.items():
-        if key not in types:
-            raise InvalidExperiment(
-                f"unknown key flower.{key}{nearest(key, types)}; expected one of "
-                f"{', '.join(sorted(types))}"
-            )
-        wanted = types[key]
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            own[key] = float(value)
-        elif type(value) is not wanted:
-            raise InvalidExperiment(f"flower.{key} is {value!r}; expected {wanted.__name__}")
-    return Experiment().changed(changes), Deployment(**own)
+    return Experiment().changed(changes), from_table(Deployment, own, SECTION)
 
 
 def _value(item: Any) -> Any:

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from cocofl.budget import bytes_text
 from cocofl.chain import BlockChain
-from cocofl.errors import InvalidSetting, RejectedUpdate
+from cocofl.checks import check_number
+from cocofl.errors import RejectedUpdate
 from cocofl.fl.codec import Codec, Identity
 from cocofl.fl.state import Contribution, Tensors
 from cocofl.freeze import Network
@@ -64,11 +65,8 @@ class Limits:
     """The largest norm of a change, as a multiple of 1 + the norm of what it changes."""
 
     def __post_init__(self) -> None:
-        if self.max_samples < 1 or not self.max_change > 0:
-            raise InvalidSetting(
-                f"max_samples is {self.max_samples} and max_change {self.max_change}; "
-                "expected at least 1, and a number above 0"
-            )
+        check_number("flower.max_samples", self.max_samples, least=1)
+        check_number("flower.max_change", self.max_change, above=0)
 
 
 class Slot(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from cocofl.fl.evaluation import STATISTICS
+from cocofl.fl.metrics import STATISTICS
 from cocofl.profiling import ProfileTable
 from cocofl.report import studies
 from cocofl.report.findings import Spread

@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cocofl.fl.evaluation import STATISTICS
+from cocofl.fl.metrics import STATISTICS
 from cocofl.fl.strategies import StrategyFacts, facts_of, recorded_facts
 from cocofl.fl.strategies.facts import BASELINE, PROPOSED
 from cocofl.report.findings import Spread

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cocofl.errors import InvalidSetting
+from cocofl.checks import check_choice
 from cocofl.fl.federation import Situation
 from cocofl.fl.merge import Mean
 from cocofl.fl.select import OVER, feasible, select, selector_named
@@ -40,15 +40,9 @@ def cocofl(
     ``package.module:function`` (:data:`~cocofl.fl.select.Selector`). With ``head`` every device
     also trains the classifier, the last block, beside its span.
     """
-    for what, value, known in (
-        ("variant", variant, VARIANTS),
-        ("costs", costs or variant, VARIANTS),
-        ("over", over, OVER),
-    ):
-        if value not in known:
-            raise InvalidSetting(
-                f"strategy.{what} is {value!r}; expected one of {', '.join(known)}"
-            )
+    check_choice("strategy.variant", variant, VARIANTS)
+    check_choice("strategy.costs", costs or variant, VARIANTS)
+    check_choice("strategy.over", over, OVER)
     choose = selector_named(selector)
     table = (beside_head if head else spans_alone)(tables.spans(costs or variant))
 

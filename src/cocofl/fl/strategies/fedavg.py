@@ -42,12 +42,7 @@ def fedavg(tables: Tables) -> Strategy:
 )
 def fedavg_full(tables: Tables) -> Strategy:
     """All devices train everything, whatever their budgets say: an upper bound, not a rival."""
-    work = SpanWork(Span(0, tables.n_blocks), variant="f")
-
-    def plan(_situation: Situation) -> Plan | None:
-        return Plan(work, 1.0)
-
-    return Strategy(plan, Mean("everyone"))
+    return _unlimited(tables)
 
 
 @declares(
@@ -62,9 +57,9 @@ def fedavg_full(tables: Tables) -> Strategy:
 )
 def centralized(tables: Tables) -> Strategy:
     """Ordinary training on all data: an epoch stands for ten rounds, as in the paper."""
-    work = SpanWork(Span(0, tables.n_blocks), variant="f")
+    return _unlimited(tables)
 
-    def plan(_situation: Situation) -> Plan | None:
-        return Plan(work, 1.0)
 
-    return Strategy(plan, Mean("everyone"))
+def _unlimited(tables: Tables) -> Strategy:
+    everything = Plan(SpanWork(Span(0, tables.n_blocks), variant="f"), 1.0)
+    return Strategy(lambda _situation: everything, Mean("everyone"))

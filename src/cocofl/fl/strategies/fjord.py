@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cocofl.errors import InvalidSetting
+from cocofl.checks import check_number
 from cocofl.fl.federation import Situation
 from cocofl.fl.merge import Mean
 from cocofl.fl.select import feasible_widths
@@ -31,8 +31,7 @@ def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
     A device that even the lowest does not fit trains at the widest of the table that does. A
     Transformer, whose widths have to suit its heads, has no others.
     """
-    if not 0 <= distillation <= 1:
-        raise InvalidSetting(f"strategy.distillation is {distillation}; expected 0 to 1")
+    check_number("strategy.distillation", distillation, least=0, most=1)
     table = tables.widths()
     levels = TEXT_WIDTHS if tables.is_text else WIDTHS
 
