@@ -138,7 +138,7 @@ def test_a_trace_that_is_no_text(tmp_path: Path) -> None:
         ({"name": "a", "time": -1}, "time is -1"),
         ({"name": "a", "upload": {"normal": [0, 1]}}, "uniform"),
         ({"name": "a", "upload": {"uniform": [1, 0]}}, "low <= high"),
-        ({"name": "a", "upload": {"uniform": ["a", "b"]}}, "need numbers"),
+        ({"name": "a", "upload": {"uniform": ["a", "b"]}}, r"expected a fraction.*\[low, high"),
     ],
 )
 def test_broken_groups(table, message: str) -> None:
@@ -155,7 +155,7 @@ def test_groups_that_devices_cannot_form() -> None:
 
 def test_a_trace_excludes_limits_beside_it() -> None:
     with pytest.raises(InvalidDevices, match="give one"):
-        Group("a", time=0.5, trace=RecordedTrace({0: {0: Budget()}}))
+        Group("a", time=0.5, trace=RecordedTrace({0: [(0, Budget())]}))
 
 
 def by_night(device: int, round_index: int) -> Budget | None:

@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +54,13 @@ How many samples a time in seconds is for need not be right: the device's own nu
 """
 
 
-class RecordedTrace:
-    """A trace from a file: what a row says holds until the device's next one."""
-
-    def __init__(self, rows: Mapping[int, Mapping[int, Budget | None]]) -> None:
-        self._rows = {device: sorted(found.items(), key=_round) for device, found in rows.items()}
+class RecordedTrace(dict[int, list[tuple[int, Budget | None]]]):
+    """A trace from a file, by device its rows: what one says holds until the device's next."""
 
     def __call__(self, device: int, round_index: int) -> Budget | None:
         """What a device has in a round; None where it cannot be asked."""
-        rows = self._rows[device]
-        return rows[bisect_right(rows, round_index, key=_round) - 1][1]
-
-    def __contains__(self, device: int) -> bool:
-        return device in self._rows
-
-
-def _round(row: tuple[int, Budget | None]) -> int:
-    return row[0]
+        rows = self[device]
+        return rows[bisect_right(rows, round_index, key=itemgetter(0)) - 1][1]
 
 
 @dataclass(frozen=True)
@@ -257,7 +248,7 @@ def read_trace(path: Path) -> RecordedTrace:
                 f"{path}: device {device} has no row for round 0 (its first is for round "
                 f"{min(found)}), so nobody knows what it begins with"
             )
-    return RecordedTrace(rows)
+    return RecordedTrace({device: sorted(own.items()) for device, own in rows.items()})
 
 
 def _can_be_asked(line: Mapping[str, str | None]) -> bool:
@@ -269,21 +260,15 @@ def _can_be_asked(line: Mapping[str, str | None]) -> bool:
 
 
 def _limit(value: Any, group: str, resource: str) -> Limit:
-    if isinstance(value, Mapping):
-        bounds = value.get("uniform")
-        if set(value) != {"uniform"} or not isinstance(bounds, list | tuple) or len(bounds) != 2:
-            raise InvalidDevices(
-                f"group {group!r}: {resource} is {dict(value)}; expected {{uniform = [low, high]}}"
-            )
-        if not all(isinstance(b, int | float) and not isinstance(b, bool) for b in bounds):
-            raise InvalidDevices(f"group {group!r}: {resource} draws need numbers, not {bounds}")
-        return Uniform(float(bounds[0]), float(bounds[1]))
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise InvalidDevices(
-            f"group {group!r}: {resource} is {value!r}; expected a fraction, an amount with a "
-            "unit, or {uniform = [low, high]}"
-        )
-    return value
+    match value:
+        case {"uniform": [int() | float() as low, int() | float() as high], **more} if not more:
+            return Uniform(float(low), float(high))
+        case int() | float() | str() if not isinstance(value, bool):
+            return value
+    raise InvalidDevices(
+        f"group {group!r}: {resource} is {value!r}; expected a fraction, an amount with a unit, or "
+        "{uniform = [low, high]}"
+    )
 
 
 def _check_trace(trace: RecordedTrace, group: str, devices: Sequence[int]) -> None:
