@@ -266,11 +266,12 @@ def from_table(cls: type[Any], content: Any, prefix: str = "") -> Any:
                 f"unknown key {prefix}{key}{nearest(key, known)}; expected one of "
                 f"{', '.join(sorted(known))}"
             )
-    values = {key: _value(types_of[key], value, f"{prefix}{key}") for key, value in content.items()}
+    values = {key: typed(types_of[key], value, f"{prefix}{key}") for key, value in content.items()}
     return cls(**values)
 
 
-def _value(wanted: Any, value: Any, key: str) -> Any:
+def typed(wanted: Any, value: Any, key: str) -> Any:
+    """A value as the type that a setting has; an error names the key."""
     if is_dataclass(wanted):
         return from_table(wanted, value, f"{key}.")  # type: ignore[arg-type]
     if wanted is Any:
@@ -280,7 +281,7 @@ def _value(wanted: Any, value: Any, key: str) -> Any:
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if get_origin(wanted) is tuple and isinstance(value, list | tuple):
-        return tuple(_value(get_args(wanted)[0], item, key) for item in value)
+        return tuple(typed(get_args(wanted)[0], item, key) for item in value)
     plain = get_origin(wanted) or wanted
     if not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
         names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}

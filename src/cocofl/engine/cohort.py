@@ -176,8 +176,11 @@ class CohortExecutor(Executor):
         rows = Rows.below_each_other([layout.rows(state.parts) for state in states])
         for first in range(0, len(everyone), cohort.devices):
             some = everyone[first : first + cohort.devices]
-            run = self._measure if measure else self._train
-            for one, trained in zip(some, run(cohort, some, rows, states, layout), strict=True):
+            if measure:
+                found = self._measure(cohort, some, rows)
+            else:
+                found = self._train(cohort, some, rows, states, layout)
+            for one, trained in zip(some, found, strict=True):
                 sent = layout.sent(one.work, one.task, trained.clone() if keep else trained)
                 sent = self._workshop.transmitted(sent, one.task, states[one.run])
                 yield one.run, Answer(one.task.device, sent)
@@ -219,12 +222,7 @@ class CohortExecutor(Executor):
             )
 
     def _measure(
-        self,
-        cohort: Cohort,
-        some: Sequence[_Participant],
-        rows: Rows,
-        _states: Sequence[ServerState],
-        _layout: StackedLayout,
+        self, cohort: Cohort, some: Sequence[_Participant], rows: Rows
     ) -> Iterator[Trained]:
         """Norm statistics, nothing trained."""
         batches = [self._workshop.batches(one.task) for one in some]
@@ -248,18 +246,10 @@ class CohortExecutor(Executor):
     def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
         """All of the test data on the GPU."""
         if self._evaluator is None:
-            model, _ = self._workshop.materials.subject.build()
             # Where devices train together in a captured graph, their model can be tested so.
             capture = self._cohort is not None and self._cohort.program.is_capturable
-            capture &= self._workshop.tally.capturable
-            self._evaluator = GpuEvaluator(
-                model,
-                self._tests,
-                self._on,
-                Precision.named(self._precision),
-                self._workshop.tally,
-                capture=capture,
-            )
+            precision = Precision.named(self._precision)
+            self._evaluator = GpuEvaluator(self._workshop, self._tests, precision, capture=capture)
         return self._evaluator.test(state, chunks, statistics)
 
     def close(self) -> None:
@@ -270,17 +260,14 @@ class CohortExecutor(Executor):
         most, distilled = self._room_for
         if self._cohort is None or wanted > most or distils > distilled:
             self._room_for = max(wanted, most), distils or distilled
-            chain, training, layout = (
-                self._workshop.chain(),
-                self._workshop.training,
-                self._layout(),
-            )
+            layout, training = self._layout(), self._workshop.training
             assert layout is not None
+            program = layout.networks.program
             self._cohort = None  # its memory is for the next
 
             def make(devices: int) -> Cohort:
                 return Cohort(
-                    chain,
+                    self._workshop.chain(),
                     self._source,
                     devices=devices,
                     batch=training.batch,
@@ -290,7 +277,7 @@ class CohortExecutor(Executor):
                     precision=self._precision,
                     # A loss of one's own is told on the host which samples count.
                     capture=self._workshop.loss is cross_entropy,
-                    program=layout.networks.program,
+                    program=program,
                 )
 
             most, distilled = self._room_for

@@ -13,7 +13,7 @@ class GpuSplit:
     """A split's samples on a device, as they are stored; images are normalised when asked for."""
 
     def __init__(self, split: Split, on: torch.device) -> None:
-        facts = split.facts
+        self.on, facts = on, split.facts
         self.classes = facts.num_classes
         self._is_image = facts.task == "image"
         self._inputs = torch.from_numpy(np.array(split.inputs)).to(on)

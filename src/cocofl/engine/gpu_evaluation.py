@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cocofl.engine.gpu_data import GpuSplit
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import norms_of
-from cocofl.fl.metrics import Sums, Tally
+from cocofl.fl.local import Workshop, norms_of
+from cocofl.fl.metrics import Sums
 from cocofl.fl.state import ServerState, is_scale
 from cocofl.vector import Graphs, Precision
 
@@ -20,23 +20,17 @@ class GpuEvaluator:
     """A model and test data that stay on a device, so that testing can be captured as well."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        tests: GpuSplit,
-        on: torch.device,
-        precision: Precision,
-        tally: Tally,
-        *,
-        capture: bool,
+        self, workshop: Workshop, tests: GpuSplit, precision: Precision, *, capture: bool
     ) -> None:
-        self._model = model.to(on).eval().requires_grad_(False)
-        if on.type == "cuda":
-            # As the images lie.
+        on_gpu = tests.on.type == "cuda"
+        model, _ = workshop.materials.subject.build()
+        self._model = model.to(tests.on).eval().requires_grad_(False)
+        if on_gpu:  # as the images lie
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._tests, self._on, self._precision = tests, on, precision
-        self._graphs = Graphs(capture and on.type == "cuda")
+        self._tests, self._precision, self._tally = tests, precision, workshop.tally
+        self._graphs = Graphs(capture and self._tally.capturable and on_gpu)
         self._chunks: dict[int, Tensor] = {}  # by their length, where captured tests find them
-        self._tally, self._sums = tally, list[Tensor]()
+        self._sums = list[Tensor]()
 
     def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
         """The sums of the metrics over chunks of the test data."""
@@ -49,12 +43,9 @@ class GpuEvaluator:
         for total in self._sums:
             total.zero_()
         for chunk in chunks:
-            if len(chunk) not in self._chunks:
-                self._chunks[len(chunk)] = torch.empty(
-                    len(chunk), dtype=torch.long, device=self._on
-                )
-            place = self._chunks[len(chunk)]
-            place.copy_(torch.from_numpy(chunk))
+            samples = torch.from_numpy(chunk)
+            place = self._chunks.setdefault(len(chunk), samples.to(self._tests.on))
+            place.copy_(samples)
             if not self._sums:  # not within a captured computation, whose memory is its own
                 self._sums = [torch.zeros_like(part) for part in self._look(place)]
             self._graphs.run((len(chunk), statistics), partial(self._add, place))

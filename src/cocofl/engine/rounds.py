@@ -221,7 +221,7 @@ class _Ledger:
         """The devices whose contributions count."""
         return {one.device for one in self._devices.values() if one.fate == "merged"}
 
-    def record(self, plan: RoundPlan, tested: _Tested) -> RoundRecord:
+    def record(self, plan: RoundPlan, tested: dict[str, dict[str, Any]]) -> RoundRecord:
         """The round, as it is written down."""
         loss = round(float(np.mean(self._losses)), 6) if self._losses else None
         return RoundRecord(
@@ -231,8 +231,8 @@ class _Ledger:
             bytes_up=self._bytes_up,
             loss=loss,
             devices=list(self._devices.values()),
-            scores=tested.scores,
-            other_scores=tested.others,
+            scores=tested.pop(self._job.evaluation.statistics, {}),
+            other_scores=tested,
             bytes_broadcast=self._bytes_broadcast,
             reasons=None if self._job.federation is not None else self._reasons,
         )
@@ -248,26 +248,18 @@ def _duration(asked: Sequence[AskedDevice]) -> float:
 # --- evaluation ----------------------------------------------------------------------------------
 
 
-class _Tested(NamedTuple):
-    scores: dict[str, Any]
-    others: dict[str, dict[str, Any]]
-
-
 def _evaluate(
     job: Job, executor: Executor, state: ServerState, plan: RoundPlan, merged: set[int]
-) -> tuple[ServerState, _Tested]:
-    """Test the model where it is time to, with the norm statistics that this takes."""
+) -> tuple[ServerState, dict[str, dict[str, Any]]]:
+    """Test the model where it is time to: what is found, by the kind of norm statistics."""
     is_last, settings = plan.round_index + 1 == job.rounds, job.evaluation
-    tested = _Tested({}, {})
-    if (plan.round_index + 1) % settings.every == 0 or is_last:
-        if is_last or settings.statistics == "running":
-            state = _with_statistics(job, executor, state, plan, merged)
-        tested.scores.update(evaluate(job, executor, state))
+    kinds = [settings.statistics] if (plan.round_index + 1) % settings.every == 0 or is_last else []
+    if kinds and (is_last or settings.statistics == "running"):
+        state = _with_statistics(job, executor, state, plan, merged)
     if is_last and job.workshop.has_norm_statistics and job.federation is not None:
         # Which statistics a published number was made with is rarely said: the end has both.
-        other = next(kind for kind in STATISTICS if kind != settings.statistics)
-        tested.others[other] = evaluate(job, executor, state, other)
-    return state, tested
+        kinds += [kind for kind in STATISTICS if kind != settings.statistics]
+    return state, {kind: evaluate(job, executor, state, kind) for kind in kinds}
 
 
 def _with_statistics(

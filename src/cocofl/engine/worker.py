@@ -32,6 +32,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._workshop: Workshop | None = None
+        self._made_of = b""
         self._state = ServerState({})
 
     def path(self, path: list[str]) -> None:
@@ -40,11 +41,11 @@ class Worker:
 
     def prepare(self, materials: Materials, choices: dict[str, str]) -> None:
         """Make a workshop for an experiment; the last one's will do if it is the same."""
-        last = self._workshop
-        if last is None or not last.materials.same_as(materials):
-            self._workshop = Workshop(materials, KernelPlan(choices))
-        elif last.plan.choices != choices:
-            last.plan = KernelPlan(choices)
+        made_of = wire.dumps(materials)  # names and paths
+        if self._workshop is None or made_of != self._made_of:
+            self._workshop, self._made_of = Workshop(materials), made_of
+        if self._workshop.plan.choices != choices:
+            self._workshop.plan = KernelPlan(choices)
 
     def state(self, flat: Tensors) -> None:
         """Keep the server's state for the requests that follow."""

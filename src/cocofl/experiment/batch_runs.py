@@ -53,9 +53,8 @@ def simulate_batch(
     own = executor or make_executor(first)
     found: dict[Path, Run] = {}
     try:
-        for some in (
-            batch_groups(experiments) if isinstance(own, CohortExecutor) else _each(experiments)
-        ):
+        at_once = DEVICES_AT_ONCE if isinstance(own, CohortExecutor) else 0
+        for some in batch_groups(experiments, at_once):
             announce(list(some), rounds_of(next(iter(some.values()))))
             if len(some) > 1:
                 assert isinstance(own, CohortExecutor)
@@ -81,23 +80,21 @@ def in_short(names: Sequence[str]) -> str:
     return f"{first} and {len(others)} more" if others else first
 
 
-def batch_groups(experiments: Mapping[Path, Experiment]) -> list[dict[Path, Experiment]]:
-    """Which of them a cohort plays at once: never more than ``DEVICES_AT_ONCE`` devices."""
+def batch_groups(
+    experiments: Mapping[Path, Experiment], at_once: int = DEVICES_AT_ONCE
+) -> list[dict[Path, Experiment]]:
+    """Which of them a cohort plays together: never more devices than may be ``at_once``."""
     found: list[dict[Path, Experiment]] = []
     for path, one in experiments.items():
         for group in found:
             members = [*group.values(), one]
             devices = sum(member.devices.per_round for member in members)
-            if devices <= DEVICES_AT_ONCE and _common_ground(members[0]) == _common_ground(one):
+            if devices <= at_once and _common_ground(members[0]) == _common_ground(one):
                 group[path] = one
                 break
         else:
             found.append({path: one})
     return found
-
-
-def _each(experiments: Mapping[Path, Experiment]) -> list[dict[Path, Experiment]]:
-    return [{path: one} for path, one in experiments.items()]
 
 
 def _common_ground(experiment: Experiment) -> dict[str, Any]:

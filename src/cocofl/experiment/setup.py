@@ -18,7 +18,7 @@ import torch
 
 from cocofl import data
 from cocofl.chain import BlockChain
-from cocofl.config import Experiment
+from cocofl.config import Experiment, typed
 from cocofl.data import DataSet, Partition, Rule
 from cocofl.engine.rounds import Job
 from cocofl.errors import InvalidExperiment
@@ -199,14 +199,16 @@ class Setup:
             for name, parameter in inspect.signature(make).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         }
+        options = dict[str, Any]()
         for key, value in settings.options.items():
             if key not in known:
                 raise InvalidExperiment(
                     f"unknown key strategy.{key}{nearest(key, known)}; {settings.name} takes "
                     f"{', '.join(known) or 'no options'}"
                 )
-            _check_option(f"strategy.{key}", value, known[key])
-        made: Strategy = make(self.tables, **settings.options)
+            plain = isinstance(known[key], bool | int | float | str)
+            options[key] = typed(type(known[key]) if plain else Any, value, f"strategy.{key}")
+        made: Strategy = make(self.tables, **options)
         return made
 
     def _groups(self) -> Sequence[Group]:
@@ -252,12 +254,3 @@ class Setup:
         model, _ = self.subject.build(seed=self.experiment.seed)
         fresh = model.state_dict()
         return {key: fresh[key].clone() for key in chain_state(self.chain)}
-
-
-def _check_option(key: str, value: Any, default: Any) -> None:
-    """A switch must be true or false, and a number a number; texts are the strategy's to check."""
-    is_switch, is_number = isinstance(value, bool), isinstance(value, int | float)
-    if isinstance(default, bool) and not is_switch:
-        raise InvalidExperiment(f"{key} is {value!r}; expected true or false")
-    if isinstance(default, float) and (is_switch or not is_number):
-        raise InvalidExperiment(f"{key} is {value!r}; expected a number")

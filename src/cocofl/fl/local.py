@@ -74,15 +74,6 @@ class Materials:
     metrics: tuple[str, ...] = ("accuracy", "f1")
     codec: str = "identity"
 
-    def same_as(self, other: Materials) -> bool:
-        """Whether a workshop made of these can do what one made of the others can."""
-
-        def told(one: Materials) -> tuple[Any, ...]:
-            paths = one.train.path, one.test.path
-            return one.subject, one.training, one.backend, one.metrics, one.codec, paths
-
-        return told(self) == told(other)
-
 
 class Workshop:
     """Models by width, built and split once; the data; the kernel plan that all workshops obey."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -68,7 +68,6 @@ class StackedWork:
         return (known + known[-1:] * steps)[:steps]
 
 
-@runtime_checkable
 class CohortWork(Work, Protocol):
     """A work that many devices can do as one computation."""
 
@@ -82,9 +81,10 @@ def stacked(networks: StackedNetworks, task: Task) -> StackedWork:
     A subclass does not inherit this: it may train otherwise than the class that it is made of.
     """
     kind = type(task.work)
-    if not isinstance(task.work, CohortWork) or "stacked" not in vars(kind):
+    if "stacked" not in vars(kind):
         raise NotStacked(f"{kind.__name__} has no method `stacked` of its own")
-    return task.work.stacked(networks, task)
+    work: CohortWork = task.work  # type: ignore[assignment]
+    return work.stacked(networks, task)
 
 
 class StackedNetworks:
