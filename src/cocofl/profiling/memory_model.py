@@ -13,8 +13,7 @@ up to what the allocator's rounding and the order of releases do at the seams.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,30 +34,33 @@ class Stretch(NamedTuple):
     left: int
 
 
-NOTHING = Stretch(0, 0)
-
-
-@dataclass(frozen=True)
 class MemoryModel:
-    """Stretches by the first trained block, by the first passing block, and by trained block.
+    """Recorded steps: of every span of one block, and of full training."""
 
-    Lists by position: ``frozen[i]`` are blocks 0…i-1 frozen, ``passing_…[j]`` are blocks j… passing
-    (the last, nothing but the loss).
-    """
-
-    constant: int
-    frozen_static: Sequence[int]
-    passing_static: Sequence[int]
-    trained_static: Sequence[int]
-    gradients: Sequence[int]
-    frozen: Sequence[Stretch]
-    passing_forward: Sequence[Stretch]
-    passing_backward: Sequence[Stretch]
-    first_forward: Sequence[Stretch]
-    first_backward: Sequence[Stretch]
-    forward: Sequence[Stretch]
-    backward: Sequence[Stretch]
-    optimizer: Stretch
+    def __init__(self, build: Build, inputs: Inputs, n_blocks: int) -> None:
+        blocks = range(n_blocks)
+        gc.collect()
+        gc.freeze()  # what is there already need not be searched for garbage each time
+        try:
+            self._whole = _Step(build, inputs, Span(0, n_blocks))
+            self._alone = [self._whole]
+            if n_blocks > 1:
+                self._alone = [_Step(build, inputs, Span(i, i + 1)) for i in blocks]
+            built = [held_bytes(partial(build, Span(i, n_blocks))) for i in blocks]
+            trained = build(Span(0, n_blocks)).trained
+        finally:
+            gc.unfreeze()
+        # Bytes that stay from step to step: of blocks, of the frozen ones before a block, of the
+        # passing ones from a block on, and of all else.
+        own = [_own_bytes(block) for block in trained]
+        self._gradients = [_gradient_bytes(block) for block in trained]
+        self._trained = [sum(both) for both in zip(own, self._gradients, strict=True)]
+        self._frozen = [built[i] - sum(own[i:]) for i in blocks]
+        self._constant = self._whole.static - sum(self._trained)
+        self._passing = [0] * (n_blocks + 1)
+        for i in blocks[:-1]:
+            others = self._constant + self._trained[i] + self._frozen[i]
+            self._passing[i + 1] = self._alone[i].static - others
 
     def peak_bytes(self, trained: Blocks) -> int:
         """The peak when these blocks are trained.
@@ -66,103 +68,51 @@ class MemoryModel:
         Passing blocks between trained ones were never recorded alone: they are taken to rise as
         far as all passing blocks from there on do, so the answer errs on the high side.
         """
-        first = min(trained)
-        alive = self.constant + self.frozen_static[first]
-        alive += sum(self.trained_static[block] for block in trained)
-        regions = [one for one in trained.regions(len(self.gradients)) if one.blocks[0] >= first]
-        for blocks, role in regions:
+        alive = self._constant + self._frozen[min(trained)]
+        alive += sum(self._trained[block] for block in trained)
+        for blocks, role in trained.regions(len(self._gradients)):
             if role is Role.PASSING:
-                alive += self.passing_static[blocks[0]] - self.passing_static[blocks[-1] + 1]
-        if regions[-1].role is Role.PASSING:
-            regions.pop()  # those come with the loss
-        end = regions[-1].blocks[-1] + 1
-        replay = _Replay(alive)
-        replay.go(self.frozen[first])
-        for region in regions:
-            replay.go(*self._along(region, first, backward=False))
-        replay.go(self.passing_forward[end])
-        replay.go(Stretch(0, -sum(self.gradients[block] for block in trained)))
-        replay.go(self.passing_backward[end])
-        for region in reversed(regions):
-            replay.go(*self._along(region, first, backward=True))
-        replay.go(self.optimizer)
-        return replay.peak
+                alive += self._passing[blocks[0]] - self._passing[blocks[-1] + 1]
+        peak = alive
+        for stretch in self._stretches(trained):
+            peak = max(peak, alive + stretch.rise)
+            alive += stretch.left
+        return peak
 
-    def _along(self, region: Region, first: int, *, backward: bool) -> list[Stretch]:
-        """The stretches of a region, in the order in which they happen."""
+    def _stretches(self, trained: Blocks) -> Iterator[Stretch]:
+        """A step; what passes behind the last trained block comes with the loss."""
+        first, end = min(trained), max(trained) + 1
+        regions = [one for one in trained.regions(end) if one.role is not Role.FROZEN]
+        yield self._alone[first].stretch("step", "in")
+        for region in regions:
+            yield from self._along(region, first, backward=False)
+        yield self._rest(end, backward=False)
+        yield Stretch(0, -sum(self._gradients[block] for block in trained))
+        yield self._rest(end, backward=True)
+        for region in reversed(regions):
+            yield from self._along(region, first, backward=True)
+        yield self._whole.stretch("optimizer", "end")
+
+    def _along(self, region: Region, first: int, *, backward: bool) -> Iterator[Stretch]:
+        """Blocks of one role, in the order in which they run."""
         blocks, role = region
         if role is Role.PASSING:
-            return [_part(self.passing_backward if backward else self.passing_forward, blocks)]
-        of_first = self.first_backward if backward else self.first_forward
-        of_others = self.backward if backward else self.forward
-        found = [(of_first if block == first else of_others)[block] for block in blocks]
-        return found[::-1] if backward else found
+            here, after = (self._rest(i, backward=backward) for i in (blocks[0], blocks[-1] + 1))
+            yield Stretch(here.rise, here.left - after.left)
+            return
+        for i in reversed(blocks) if backward else blocks:
+            step = self._alone[i] if i == first else self._whole
+            if backward:
+                yield step.stretch(f"grad {i}", "optimizer" if i == first else f"grad {i - 1}")
+            else:
+                yield step.stretch("in" if i == first else f"out {i - 1}", f"out {i}")
 
-
-def record_memory(build: Build, inputs: Inputs, n_blocks: int) -> MemoryModel:
-    """Record the steps the model needs: every span of one block, and full training."""
-    gc.collect()
-    gc.freeze()  # what is there already need not be searched for garbage each time
-    try:
-        whole = _Step(build, inputs, Span(0, n_blocks))
-        singles = (
-            [whole]
-            if n_blocks == 1
-            else [_Step(build, inputs, Span(i, i + 1)) for i in range(n_blocks)]
-        )
-        built = [held_bytes(partial(build, Span(i, n_blocks))) for i in range(n_blocks)]
-        static = _trained_static(build(Span(0, n_blocks)))
-    finally:
-        gc.unfreeze()
-    constant = whole.static - sum(total for total, _ in static)
-    frozen_static = [
-        built[i] - sum(total - gradients for total, gradients in static[i:])
-        for i in range(n_blocks)
-    ]
-    passing_static = [0] * (n_blocks + 1)
-    for i, step in enumerate(singles[:-1]):
-        passing_static[i + 1] = step.static - constant - static[i][0] - frozen_static[i]
-    last = n_blocks - 1
-    return MemoryModel(
-        constant=constant,
-        frozen_static=frozen_static,
-        passing_static=passing_static,
-        trained_static=[total for total, _ in static],
-        gradients=[gradients for _, gradients in static],
-        frozen=[singles[i].stretch("step", "in") for i in range(n_blocks)],
-        passing_forward=[
-            NOTHING,
-            *(singles[i].stretch(f"out {i}", "zero") for i in range(last)),
-            whole.stretch(f"out {last}", "zero"),
-        ],
-        passing_backward=[
-            NOTHING,
-            *(singles[i].stretch("backward", f"grad {i}") for i in range(last)),
-            whole.stretch("backward", f"grad {last}"),
-        ],
-        first_forward=[singles[i].stretch("in", f"out {i}") for i in range(n_blocks)],
-        first_backward=[singles[i].stretch(f"grad {i}", "optimizer") for i in range(n_blocks)],
-        forward=[
-            whole.stretch("in" if i == 0 else f"out {i - 1}", f"out {i}") for i in range(n_blocks)
-        ],
-        backward=[
-            whole.stretch(f"grad {i}", f"grad {i - 1}" if i else "optimizer")
-            for i in range(n_blocks)
-        ],
-        optimizer=whole.stretch("optimizer", "end"),
-    )
-
-
-class _Replay:
-    """Bytes alive, and the most there ever were."""
-
-    def __init__(self, alive: int) -> None:
-        self.alive = self.peak = alive
-
-    def go(self, *stretches: Stretch) -> None:
-        for stretch in stretches:
-            self.peak = max(self.peak, self.alive + stretch.rise)
-            self.alive += stretch.left
+    def _rest(self, begin: int, *, backward: bool) -> Stretch:
+        """All blocks from ``begin`` on, passing, and the loss."""
+        step = self._alone[begin - 1] if begin < len(self._alone) else self._whole
+        if backward:
+            return step.stretch("backward", f"grad {begin - 1}")
+        return step.stretch(f"out {begin - 1}", "zero")
 
 
 class _Step:
@@ -171,48 +121,35 @@ class _Step:
     def __init__(self, build: Build, inputs: Inputs, span: Span) -> None:
         self._timeline = recorded_step(lambda: _marking_blocks(build(span)), inputs)
         self._begin = self._timeline.find("second")
-        self.static = self._timeline.at(self._begin)
+        self.static = self._timeline.alive[self._begin]
 
     def stretch(self, begin: str, end: str) -> Stretch:
         """What happens between two marks of this step."""
         a, b = (self._timeline.find(mark, self._begin) for mark in (begin, end))
-        level = self._timeline.at(a)
-        return Stretch(self._timeline.peak(a, b) - level, self._timeline.at(b) - level)
+        alive = self._timeline.alive[a : b + 1]
+        return Stretch(max(alive) - alive[0], alive[-1] - alive[0])
 
 
 def _marking_blocks(net: FrozenNet) -> FrozenNet:
     """Let trained blocks leave marks: entering the first, leaving each, gradients arriving."""
-    blocks = list(zip(net.blocks, net.trained, strict=True))
-    blocks[0][1].register_forward_pre_hook(lambda _module, _inputs: mark("in"))
-    for index, block in blocks:
-        block.register_forward_hook(_leaving(index))
+    net.trained[0].register_forward_pre_hook(lambda _module, _inputs: mark("in"))
+    for index, block in zip(net.blocks, net.trained, strict=True):
+        block.register_forward_hook(partial(_leave, index))
     return net
 
 
-def _leaving(index: int) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        mark(f"out {index}")
-        outputs = output if isinstance(output, tuple) else (output,)
-        main = next(o for o in outputs if isinstance(o, Tensor) and o.requires_grad)
-        main.register_hook(lambda _gradient: mark(f"grad {index}"))
-
-    return hook
+def _leave(index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    mark(f"out {index}")
+    outputs = output if isinstance(output, tuple) else (output,)
+    main = next(o for o in outputs if isinstance(o, Tensor) and o.requires_grad)
+    main.register_hook(lambda _gradient: mark(f"grad {index}"))
 
 
-def _trained_static(net: FrozenNet) -> list[tuple[int, int]]:
-    """Per trained block all bytes that stay from step to step, and those of its gradients."""
-    found = []
-    for block in net.trained:
-        gradients = sum(p.nbytes for p in block.parameters() if p.requires_grad)
-        own: Mapping[str, Tensor] = dict(block.named_parameters()) | dict(block.named_buffers())
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own.values()
-        }
-        found.append((sum(storages.values()) + gradients, gradients))
-    return found
+def _gradient_bytes(block: nn.Module) -> int:
+    return sum(p.nbytes for p in block.parameters() if p.requires_grad)
 
 
-def _part(stretches: Sequence[Stretch], gap: range) -> Stretch:
-    """Passing blocks that end before the last block."""
-    here, after = stretches[gap[0]], stretches[gap[-1] + 1]
-    return Stretch(here.rise, here.left - after.left)
+def _own_bytes(block: nn.Module) -> int:
+    """Of parameters and buffers, each storage once."""
+    storages = [t.untyped_storage() for t in (*block.parameters(), *block.buffers())]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

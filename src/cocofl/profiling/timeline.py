@@ -25,14 +25,6 @@ class Timeline(NamedTuple):
         """The place of the first mark ``name`` at or after the place ``begin``."""
         return next(place for mark, place in self.marks if mark == name and place >= begin)
 
-    def at(self, place: int) -> int:
-        """Bytes alive at a place."""
-        return self.alive[place]
-
-    def peak(self, begin: int, end: int | None = None) -> int:
-        """The most bytes alive between two places."""
-        return max(self.alive[begin : None if end is None else end + 1])
-
 
 def mark(name: str) -> None:
     """Leave a mark in the timeline that is being recorded."""
@@ -55,18 +47,12 @@ def recorded(run: Callable[[], object]) -> Timeline:
         run()
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()
-    moments = [
-        (event.start_ns(), event.nbytes() if event.name() == "[memory]" else event.name())
-        for event in events
-        if event.name() == "[memory]" or event.name().startswith(_PREFIX)
-    ]
-    moments.sort(key=lambda moment: moment[0])
     alive, marks = [0], []
-    for _, what in moments:
-        if isinstance(what, str):
-            marks.append((what.removeprefix(_PREFIX), len(alive) - 1))
-        else:
-            alive.append(alive[-1] + what)
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            alive.append(alive[-1] + event.nbytes())
+        elif event.name().startswith(_PREFIX):
+            marks.append((event.name().removeprefix(_PREFIX), len(alive) - 1))
     return Timeline(alive, marks)
 
 
@@ -97,7 +83,7 @@ def peak_tensor_bytes(
     That is the network, its mini-batch and target, gradients, activations and all in between.
     """
     timeline = recorded_step(build, inputs, target)
-    return timeline.peak(timeline.find("second"))
+    return max(timeline.alive[timeline.find("second") :])
 
 
 def held_bytes(build: Callable[[], nn.Module]) -> int:
@@ -110,4 +96,4 @@ def held_bytes(build: Callable[[], nn.Module]) -> int:
         del net
 
     timeline = recorded(run)
-    return timeline.at(timeline.find("built"))
+    return timeline.alive[timeline.find("built")]
