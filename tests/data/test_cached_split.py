@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from cocofl.data import normalise, open_split
-from cocofl.data.split import write_split
-from cocofl.data.split_facts import Draft, Facts
+from cocofl.data.split import Draft, Facts, write_split
 from cocofl.errors import InvalidData
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 4, 5, 3), np.uint8)
