@@ -17,9 +17,8 @@ from cocofl.errors import InvalidModel, InvalidSetting, InvalidSpan
 from cocofl.models import MODELS
 from cocofl.profiling.analytic import analytic_table, block_work, peak_bytes
 from cocofl.profiling.cost_model import CostModel, design, fast_table, fit, interleaved
-from cocofl.profiling.memory_model import MemoryModel
+from cocofl.profiling.memory import MemoryModel, mark, peak_tensor_bytes, recorded
 from cocofl.profiling.sweep import Progress
-from cocofl.profiling.timeline import mark, peak_tensor_bytes, recorded
 from cocofl.profiling.workspace import WIDTHS, Settings, measured_state
 from cocofl.span import Blocks
 
@@ -245,7 +244,7 @@ def test_counting_holds_nothing_that_backward_would_need() -> None:
 
 
 def test_two_samples_are_enough_to_split_what_is_counted_with_more(own: str) -> None:
-    few, many = (Settings(own, batch=32).subject.chain(samples=n) for n in (2, None))
+    few, many = (Settings(own, batch=32).chain(samples=n) for n in (2, None))
     assert block_work(*few) == block_work(*many)
 
 
@@ -306,12 +305,12 @@ def test_settings_that_are_refused(arguments, message: str) -> None:
 )
 def test_models_that_are_refused(own: str, name: str, message: str) -> None:
     with pytest.raises(InvalidModel, match=message):
-        Settings(name.format(own=own.partition(":")[0])).subject.build()
+        Settings(name.format(own=own.partition(":")[0])).build()
 
 
 def test_widths_need_a_factory_that_takes_one(own: str) -> None:
     with pytest.raises(InvalidModel, match="takes no width="):
-        Settings(own.replace(":net", ":fixed")).subject.build(0.5)
+        Settings(own.replace(":net", ":fixed")).build(0.5)
 
 
 def test_an_analytic_table_of_a_model_with_one_batch_size(own: str) -> None:

@@ -115,8 +115,14 @@ def local_tables(**splits: Sequence[Path]) -> Iterator[dict[str, Table]]:
     ``datasets`` maps its own converted copy; that goes to a temporary folder and away with the
     context, so that it neither fills the user's disk nor outlives a change of the files.
     """
-    with tempfile.TemporaryDirectory(prefix="cocofl-") as scratch, _no_progress_bars():
-        yield {split: _open_files(files, scratch) for split, files in splits.items()}
+    were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory(prefix="cocofl-") as scratch:
+            yield {split: _open_files(files, scratch) for split, files in splits.items()}
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()
 
 
 def hub_table(repository: str, split: str) -> Table:
@@ -145,14 +151,3 @@ def _open_files(files: Sequence[Path], scratch: str) -> Table:
             f"cannot read {where} as {kind}: {cause}. Is the file complete? Fetch it again."
         ) from error
     return Table(rows, where)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    were_disabled = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            datasets.enable_progress_bars()

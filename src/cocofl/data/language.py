@@ -90,7 +90,9 @@ def shakespeare(origin: Origin, preset: str) -> Iterator[Drafts]:
     play_of_role, play_names = number_owners(plays)
     kept_plays = np.arange(len(play_names))
     if preset == "paper":
-        kept_plays = _largest_plays(play_of_role, lengths, str(origin))
+        n_kept = enough(25, len(play_names), "plays", str(origin))
+        by_size = np.argsort(-np.bincount(play_of_role, weights=lengths), kind="stable")
+        kept_plays = np.sort(by_size[:n_kept])
     facts = Facts(
         "text",
         tuple(alphabet),
@@ -222,12 +224,6 @@ PLAYS = (
     "tempest", "timon_of_athens", "titus_andronicus", "troilus_and_cressida", "twelfth_night",
     "two_gentlemen_of_verona", "winter_s_tale",
 )  # fmt: skip
-
-
-def _largest_plays(play_of_role: Ints, lengths: Sequence[int], where: str) -> Ints:
-    n_characters = np.bincount(play_of_role, weights=lengths)
-    n_kept = enough(25, len(n_characters), "plays", where)
-    return np.sort(np.argsort(-n_characters, kind="stable")[:n_kept])
 
 
 def alphabet_of(texts: Sequence[str]) -> str:

@@ -36,14 +36,11 @@ class Origin:
                 digest.update(line.encode())
         return digest.hexdigest()[:16]
 
-    def files(self, split: str, suffix: str = ".parquet") -> list[Path]:
+    def files(self, split: str) -> list[Path]:
         """The files of one split in the Hub's naming: ``train.parquet``, ``train-00000-of-…``."""
         assert self.folder is not None
-        return sorted(
-            path
-            for path in self.folder.rglob(f"{split}*{suffix}")
-            if path.name == f"{split}{suffix}" or path.name.startswith(f"{split}-")
-        )
+        found = self.folder.rglob(f"{split}*.parquet")
+        return sorted(path for path in found if path.stem.partition("-")[0] == split)
 
 
 def data_dirs(data_dir: str | os.PathLike[str] | None) -> tuple[Path, ...]:

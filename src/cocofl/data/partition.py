@@ -7,16 +7,6 @@ no class and no device pays for them, and are reported as the remainder. ``equal
 drawn sizes. ``by_play`` and ``natural`` follow what samples come with: plays, writers, patients.
 
 The same seed gives the same split on every machine and with every NumPy (see ``stable_random``).
-
-Why not flwr-datasets' partitioners. They return Hugging Face ``Dataset`` objects, one device at a
-time, while the engine needs index arrays, and release 0.6.1 needs ``datasets`` below 5 and ``rich``
-below 15. One by one, with its time for 640 000 labels over 3500 devices on a 2-core Zen 4:
-
-- ``IidPartitioner`` (2.6 s, here 0.1) cuts the file in its stored order: only iid if the file is;
-- ``DirichletPartitioner`` (7.7 s, here 0.2) keeps the drawn sizes, there is no equal share; it
-  draws again, and in the end refuses, while any device has fewer than ten samples;
-- ``NaturalIdPartitioner`` (7.6 s, here 0.2) makes exactly one device per writer;
-- nothing there knows groups of devices, so there is no resource-correlated split.
 """
 
 from __future__ import annotations
@@ -162,10 +152,7 @@ def by_play(
         )
     target = group_devices / devices * len(codes)
     group_of_play = _fill_evenly(np.bincount(play_of), target, rng)
-    order = shuffled(np.arange(len(codes)), rng)
-    order = order[_stable_argsort(group_of_play[play_of[order]])]
-    sizes = np.bincount(group_of_play[play_of], minlength=len(group_devices))
-    return _deal_to_groups(order, sizes, group_of, order[:0])
+    return _deal_parts(group_of_play[play_of], group_of, rng)
 
 
 def natural(owners: ArrayLike, devices: int, seed: int) -> Partition:
@@ -188,11 +175,7 @@ def natural(owners: ArrayLike, devices: int, seed: int) -> Partition:
     rng = stream(seed, "partition.natural")
     device_of_owner = np.empty(len(names), np.int64)
     device_of_owner[shuffled(np.arange(len(names)), rng)] = np.arange(len(names)) % devices
-    device_of = device_of_owner[owner_of]
-    order = shuffled(np.arange(len(codes)), rng)
-    order = order[_stable_argsort(device_of[order])]
-    sizes = np.bincount(device_of, minlength=devices)
-    return _deal_to_groups(order, sizes, np.arange(devices), order[:0])
+    return _deal_parts(device_of_owner[owner_of], np.arange(devices), rng)
 
 
 def equal_groups(devices: int, n_groups: int, seed: int) -> Ints:
@@ -209,32 +192,30 @@ def equal_groups(devices: int, n_groups: int, seed: int) -> Ints:
     return shuffled(groups, stream(seed, "partition.equal_groups"))
 
 
-def class_counts(partition: Partition, labels: ArrayLike, num_classes: int) -> Ints:
-    """Samples per device and class, as an array of (devices, classes)."""
-    codes = _checked_labels(labels, len(partition))[partition.indices]
-    device_of = np.repeat(np.arange(len(partition)), partition.sizes)
-    flat = np.bincount(device_of * num_classes + codes, minlength=len(partition) * num_classes)
-    return flat.reshape(len(partition), num_classes)
+def class_counts(
+    partition: Partition,
+    labels: ArrayLike,
+    num_classes: int,
+    groups: Sequence[int] | Ints | None = None,
+) -> Ints:
+    """Samples per device and class, or per group of devices and class."""
+    devices = len(partition)
+    row_of = np.arange(devices) if groups is None else _checked_groups(groups, devices)
+    codes = _checked_labels(labels, devices)[partition.indices]
+    n_rows = int(row_of.max()) + 1
+    cells = np.repeat(row_of, partition.sizes) * num_classes + codes
+    return np.bincount(cells, minlength=n_rows * num_classes).reshape(n_rows, num_classes)
 
 
-def class_densities(counts: Ints, groups: Sequence[int] | Ints) -> Floats:
-    """How a group's samples divide over the classes; each row sums to 1 (a group without any: 0).
+def class_densities(counts: Ints) -> Floats:
+    """How samples divide over the classes; each row sums to 1 (one without any: 0).
 
     The paper weights class accuracies with these to get a group's accuracy.
 
-    >>> class_densities(np.array([[3, 1], [0, 4]]), [0, 1]).tolist()
+    >>> class_densities(np.array([[3, 1], [0, 4]])).tolist()
     [[0.75, 0.25], [0.0, 1.0]]
     """
-    per_group = group_counts(counts, groups)
-    return np.asarray(per_group / np.maximum(per_group.sum(axis=1, keepdims=True), 1))
-
-
-def group_counts(counts: Ints, groups: Sequence[int] | Ints) -> Ints:
-    """Samples per group and class, from samples per device and class."""
-    group_of = _checked_groups(groups, len(counts))
-    per_group = np.zeros((int(group_of.max()) + 1, counts.shape[1]), np.int64)
-    np.add.at(per_group, group_of, counts)
-    return per_group
+    return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
 
 
 # --- by name -----------------------------------------------------------------------------------
@@ -339,9 +320,13 @@ def _by_class(
 
 def _shuffled_within(order: Ints, sizes: Ints, rng: np.random.Generator) -> Ints:
     """Shuffle each consecutive part of ``order``; ``sizes`` are the lengths of the parts."""
-    shuffle = shuffled(np.arange(len(order)), rng)
-    part = np.repeat(np.arange(len(sizes)), sizes)
-    return order[shuffle[_stable_argsort(part[shuffle])]]
+    return order[_part_by_part(np.repeat(np.arange(len(sizes)), sizes), rng)]
+
+
+def _part_by_part(part_of: Ints, rng: np.random.Generator) -> Ints:
+    """All samples of the first part in random order, then those of the second, and so on."""
+    order = shuffled(np.arange(len(part_of)), rng)
+    return order[_stable_argsort(part_of[order])]
 
 
 def _draw(
@@ -392,6 +377,13 @@ def _deal_to_groups(order: Ints, group_sizes: Ints, group_of: Ints, remainder: I
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     positions = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], sizes)
     return Partition(order[positions], offsets, remainder.copy())
+
+
+def _deal_parts(group_of_sample: Ints, group_of: Ints, rng: np.random.Generator) -> Partition:
+    """Shuffle the samples of each group, and cut them evenly over its devices."""
+    order = _part_by_part(group_of_sample, rng)
+    sizes = np.bincount(group_of_sample, minlength=int(group_of.max()) + 1)
+    return _deal_to_groups(order, sizes, group_of, order[:0])
 
 
 def _fill_evenly(sizes: Ints, target: Floats, rng: np.random.Generator) -> Ints:

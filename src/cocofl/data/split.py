@@ -198,7 +198,7 @@ def check_codes(
     """Classes as int64, or :class:`InvalidData` naming the first one that is none."""
     if codes.ndim != dimensions or codes.dtype.kind not in "iu":
         raise InvalidData(
-            f"{where}: labels must be integers in {('one dimension', 'two dimensions')[dimensions - 1]}, "
+            f"{where}: labels must be integers in {dimensions} dimension{'s' * (dimensions - 1)}, "
             f"got {codes.dtype} of shape {codes.shape}"
         )
     wrong = np.argwhere((codes < 0) | (codes >= n_codes))

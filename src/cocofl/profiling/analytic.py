@@ -217,11 +217,11 @@ def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
     if settings.method == "width":
         counted = {}
         for width in {*LEVELS, *STEPS[::7], 1.0}:
-            work, inputs = _work_of(settings.subject, width)
+            work, inputs = _work_of(settings, width)
             counted[width] = _cost(work, Span(0, len(work)), "f", inputs, DEVICES[device])
         costs = interpolated(counted)
     else:
-        work, inputs = _work_of(settings.subject)
+        work, inputs = _work_of(settings)
         for blocks in settings.spans(len(work)):
             costs[blocks] = _cost(work, blocks, settings.variant, inputs, DEVICES[device])
     return settings.table(costs, len(work), source="analytic", backend=f"analytic {device}")

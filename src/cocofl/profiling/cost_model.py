@@ -5,7 +5,7 @@ trained block needs no input gradient and saves that; where float32 meets frozen
 cost per byte of the tensor that crosses. Spans of one and two blocks and a few long ones are
 measured, interleaved in one process, and the costs fitted to them in relative error, drawn a
 little towards the analytic ones, which decides what the measurements leave open. Memory is
-replayed (:mod:`cocofl.profiling.memory_model`). Both answer for any set of blocks.
+replayed (:mod:`cocofl.profiling.memory`). Both answer for any set of blocks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from cocofl.allocator import keep_freed_memory
 from cocofl.freeze import freeze, upload_sizes
 from cocofl.profiling.analytic import DEVICES, BlockWork, block_seconds, block_work
 from cocofl.profiling.hardware import Hardware
-from cocofl.profiling.memory_model import Build, MemoryModel
+from cocofl.profiling.memory import Build, MemoryModel, peak_tensor_bytes
 from cocofl.profiling.subject import training_step
 from cocofl.profiling.sweep import Progress
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
-from cocofl.profiling.timeline import peak_tensor_bytes
 from cocofl.profiling.workspace import (
     LEVELS,
     WIDTHS,
@@ -99,7 +98,7 @@ def fast_table(
     if settings.method == "width":
         yield from _fast_widths(settings, len(WIDTHS) if every_width else MEASURED_WIDTHS)
         return
-    chain, inputs = settings.subject.chain()
+    chain, inputs = settings.chain()
     n = len(chain)
     state = measured_state(chain, inputs)
     plan = kernel_plan(settings, chain, state)
@@ -137,7 +136,7 @@ def _fast_widths(settings: Settings, number: int) -> Iterator[Progress | Profile
     steps: dict[float, Callable[[], None]] = {}
     uploads: dict[float, int] = {}
     for width in WIDTHS:
-        chain, inputs = settings.subject.chain(width)
+        chain, inputs = settings.chain(width)
         uploads[width] = sum(upload_sizes(chain, scales=False))
         if width in measured:
             build = partial(freeze, chain, Span(0, len(chain)), variant="f")

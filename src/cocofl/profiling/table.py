@@ -105,21 +105,17 @@ class ProfileTable:
         rows = tuple(costs[key] for key in configurations)
         by_rss = all(row.rss_bytes is not None for row in rows)
         peaks = [row.rss_bytes if by_rss else row.tensor_bytes for row in rows]
-        times, uploads = [row.step_s for row in rows], [row.upload_bytes for row in rows]
-        amounts = np.array([times, peaks, uploads], dtype=np.float64)
-        at = configurations.index(1.0 if facts["method"] == "width" else Span(0, n_blocks))
-        full_step_s, full_memory_bytes, full_upload_bytes = amounts[:, at].tolist()
-        time, memory, upload = amounts / amounts[:, at : at + 1]
+        pairs = zip(rows, peaks, strict=True)
+        amounts = np.array([(row.step_s, peak, row.upload_bytes) for row, peak in pairs], float)
+        everything = 1.0 if facts["method"] == "width" else Span(0, n_blocks)
+        full = amounts[configurations.index(everything)]
         return cls(
-            configurations=configurations,
-            time=time,
-            memory=memory,
-            upload=upload,
+            **_columns(configurations, amounts / full),
             memory_kind="rss" if by_rss else "tensor",
             n_blocks=n_blocks,
-            full_step_s=full_step_s,
-            full_memory_bytes=full_memory_bytes,
-            full_upload_bytes=full_upload_bytes,
+            full_step_s=float(full[0]),
+            full_memory_bytes=float(full[1]),
+            full_upload_bytes=float(full[2]),
             costs=rows,
             **facts,
         )
@@ -210,15 +206,9 @@ class ProfileTable:
 
     def only(self, configurations: Sequence[Configuration]) -> ProfileTable:
         """The table of some of its configurations; fractions are of full training as before."""
-        at = [self._index[item] for item in configurations]
-        return replace(
-            self,
-            configurations=tuple(configurations),
-            time=self.time[at],
-            memory=self.memory[at],
-            upload=self.upload[at],
-            costs=tuple(self.costs[i] for i in at) if self.costs else (),
-        )
+        columns = _columns(configurations, [self.row(item) for item in configurations])
+        costs = [self.costs[self._index[item]] for item in configurations if self.costs]
+        return replace(self, **columns, costs=tuple(costs))
 
     @cached_property
     def _index(self) -> dict[Configuration, int]:
@@ -239,6 +229,12 @@ class ProfileTable:
         where = f" on {self.hardware}" if self.hardware else ""
         method = "widths" if self.method == "width" else f"spans, variant {self.variant}"
         return f"{self.name}: {self.model}, {len(self)} {method}; {how}{where}; {kind}"
+
+
+def _columns(configurations: Sequence[Configuration], rows: Any) -> dict[str, Any]:
+    time, memory, upload = np.array(rows, dtype=np.float64).T.copy()
+    keys = tuple(configurations)
+    return {"configurations": keys, "time": time, "memory": memory, "upload": upload}
 
 
 def spans_with_head(n_blocks: int) -> list[Blocks]:
@@ -291,16 +287,8 @@ def beside_head(table: ProfileTable) -> ProfileTable:
         most = max(memory, table.row(Span(min(span), n))[1])
         return time + more_time, min(memory + more_memory, most), upload + upload_of_head
 
-    time, memory, upload = np.array([row(blocks) for blocks in wanted]).T
-    return replace(
-        table,
-        configurations=tuple(wanted),
-        time=time,
-        memory=memory,
-        upload=upload,
-        costs=(),
-        name=f"{table.name}, the classifier's part derived",
-    )
+    columns = _columns(wanted, [row(blocks) for blocks in wanted])
+    return replace(table, **columns, costs=(), name=f"{table.name}, the classifier's part derived")
 
 
 def shipped() -> list[str]:
@@ -519,17 +507,13 @@ def _span_beside(frozen: list[int], n_blocks: int, name: str) -> Span:
 def _of_fractions(
     rows: Mapping[Configuration, Sequence[float]], n_blocks: int, **facts: Any
 ) -> ProfileTable:
-    spans = tuple(sorted(rows))
-    time, memory, upload = np.array([rows[span] for span in spans], dtype=np.float64).T
+    spans = sorted(rows)
     return ProfileTable(
+        **_columns(spans, [rows[span] for span in spans]),
         method="span",
         variant="qff",
         source="published",
         n_blocks=n_blocks,
-        configurations=spans,
-        time=time,
-        memory=memory,
-        upload=upload,
         memory_kind="rss",
         batch=PUBLISHED_BATCH,
         **facts,

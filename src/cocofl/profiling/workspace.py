@@ -37,17 +37,13 @@ _STATE, _PLAN, _SETTINGS = "state.npz", "plan.json", "settings.json"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Subject):
     """What is profiled, and how."""
 
-    model: str
     method: str = "span"
     variant: str = "qff"
     backend: str = "auto"
-    batch: int = 32
     threads: int = 1
-    num_classes: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
     head: bool = False
     """Whether the classifier, the last block, is trained beside every span."""
 
@@ -65,11 +61,6 @@ class Settings:
                 )
         if self.threads < 1:
             raise InvalidSetting(f"threads is {self.threads}; expected at least 1")
-
-    @property
-    def subject(self) -> Subject:
-        """The model and its mini-batch."""
-        return Subject(self.model, self.batch, self.num_classes, self.options)
 
     @property
     def integers(self) -> bool:
@@ -138,7 +129,7 @@ def prepare(folder: Path, settings: Settings) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     plan = KernelPlan()
     if settings.method == "span":
-        chain, inputs = settings.subject.chain()
+        chain, inputs = settings.chain()
         state = measured_state(chain, inputs)
         arrays: dict[str, Any] = {key: t.numpy() for key, t in state.items()}
         np.savez(folder / _STATE, **arrays)
