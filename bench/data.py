@@ -117,8 +117,7 @@ def densities() -> None:
         for seed in range(50):
             groups = pt.equal_groups(99, 3, seed)
             split = pt.resource_correlated(labels, 99, seed, alpha=0.1, groups=groups, equal=equal)
-            counts = pt.class_counts(split, labels, 10)
-            per_group = pt.group_counts(counts, groups)
+            per_group = pt.class_counts(split, labels, 10, groups)
             top_shares.append(per_group.max(axis=0) / per_group.sum(axis=0))
             if equal and seed == 0:
                 print("rc, alpha 0.1, seed 0: share of each class on each group, and densities")
@@ -126,7 +125,7 @@ def densities() -> None:
                 for group in range(3):
                     row = " ".join(f"{share:4.0%}" for share in shares[group])
                     print(f"  group {group}, share of the class:  {row}")
-                for group, densities_of in enumerate(pt.class_densities(counts, groups)):
+                for group, densities_of in enumerate(pt.class_densities(per_group)):
                     row = " ".join(f"{density:4.0%}" for density in densities_of)
                     print(f"  group {group}, density of the class: {row}")
         found = np.array(top_shares)

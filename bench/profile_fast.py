@@ -25,10 +25,10 @@ from pathlib import Path
 from cocofl import FrozenNet, KernelPlan, ProfileTable, Span, all_spans, freeze
 from cocofl.profiling.cost_model import design, fast_table
 from cocofl.profiling.measure import STEPS, measure, prepare_apart, timed
+from cocofl.profiling.memory import peak_tensor_bytes
 from cocofl.profiling.subject import training_step
 from cocofl.profiling.sweep import Entry, drift
 from cocofl.profiling.table import Cost
-from cocofl.profiling.timeline import peak_tensor_bytes
 from cocofl.profiling.workspace import Settings, measured_state
 from cocofl.rng import stream
 
@@ -38,7 +38,7 @@ class Inside:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._chain, self._inputs = settings.subject.chain()
+        self._chain, self._inputs = settings.chain()
         self._state = measured_state(self._chain, self._inputs)
         self._plan = KernelPlan()
 

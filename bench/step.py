@@ -29,8 +29,8 @@ from cocofl import KernelPlan, Span, chain_state, freeze, split
 from cocofl.allocator import keep_freed_memory
 from cocofl.freeze import VARIANTS, State
 from cocofl.models import MODELS
+from cocofl.profiling.memory import peak_tensor_bytes
 from cocofl.profiling.subject import training_step
-from cocofl.profiling.timeline import peak_tensor_bytes
 
 SPANS = {
     "mobilenet": ["19:20", "17:20", "10:11", "10:14", "0:1", "0:4", "0:20"],
@@ -116,9 +116,7 @@ def main() -> None:
     steps = {name: training_step(build(), (x,), y) for name, build in builders.items()}
     seconds = interleaved(steps, args.repeats)
     del steps
-    peaks = (
-        {} if args.no_memory else {n: peak_tensor_bytes(b, (x,), y) for n, b in builders.items()}
-    )
+    peaks = {} if args.no_memory else {n: peak_tensor_bytes(b, (x,)) for n, b in builders.items()}
 
     full = seconds["full"]
     print(f"{args.model}, batch {args.batch}, {args.threads} threads, torch {torch.__version__}")

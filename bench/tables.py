@@ -36,7 +36,7 @@ def main() -> None:
                 continue
             begin = time.monotonic()
             method, variant = ("width", "qff") if kind == "width" else ("span", kind)
-            settings = Settings(model, method, variant, threads=args.threads)
+            settings = Settings(model, method=method, variant=variant, threads=args.threads)
             *_, table = fast_table(settings, every_width=True)
             assert isinstance(table, ProfileTable)
             good = table.error.get("time_median", 0.0) <= args.worst

@@ -32,7 +32,7 @@ from cocofl.errors import (
 from cocofl.experiment import Run, Setup, evaluate_run, simulate
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.profiling.analytic import analytic_table
-from cocofl.profiling.head import beside_head
+from cocofl.profiling.table import beside_head
 from cocofl.profiling.workspace import Settings
 from cocofl.runlog import same_state
 from cocofl.span import Blocks

@@ -7,7 +7,6 @@ from cocofl.numerics import (
     Codes,
     Grid,
     as_float,
-    dequantize,
     grid_for,
     measure_scale,
     quantize,
@@ -127,7 +126,7 @@ def test_codes_and_floats_both_read_as_floats():
     x, codes = torch.ones(2), Codes(torch.tensor([130], dtype=torch.uint8), Grid(0.5, 128))
     assert as_float(x) is x
     assert as_float(codes).tolist() == [1.0]
-    assert dequantize(codes.values, codes.grid).tolist() == [1.0]
+    assert codes.dequantize().tolist() == [1.0]
 
 
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(0, 99), st.sampled_from([7, 8]))

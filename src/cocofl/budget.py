@@ -12,15 +12,13 @@ _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 _QUANTITY = re.compile(rf"({_NUMBER})\s*([a-z%]*)", re.IGNORECASE)
 
 SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
-BYTES = {
-    "b": 1.0,
-    "kb": 1e3,
-    "mb": 1e6,
-    "gb": 1e9,
-    "kib": 2.0**10,
-    "mib": 2.0**20,
-    "gib": 2.0**30,
-}
+BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_LIMITS = (
+    ("time", "time_s", SECONDS),
+    ("memory", "memory_bytes", BYTES),
+    ("upload", "upload_bytes", BYTES),
+)
+"""As a fraction, as an amount, and the units of the amount."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,7 @@ class Budget:
     samples: int | None = None
 
     def __post_init__(self) -> None:
-        pairs = (("time", "time_s"), ("memory", "memory_bytes"), ("upload", "upload_bytes"))
-        for names in pairs:
+        for *names, _units in _LIMITS:
             values = [getattr(self, name) for name in names]
             for name, value in zip(names, values, strict=True):
                 if not isinstance(value, int | float) or math.isnan(value) or value < 0:
@@ -83,14 +80,12 @@ class Budget:
                upload_bytes=inf, samples=500)
         """
         limits: dict[str, float] = {}
-        for name, text, units, unit_name in (
-            ("time", time, SECONDS, "s"),
-            ("memory", memory, BYTES, "bytes"),
-            ("upload", upload, BYTES, "bytes"),
+        for (name, name_of_amount, units), text in zip(
+            _LIMITS, (time, memory, upload), strict=True
         ):
             if text is not None and text != "":
                 value, absolute = _quantity(name, text, units)
-                limits[f"{name}_{unit_name}" if absolute else name] = value
+                limits[name_of_amount if absolute else name] = value
         return cls(**limits, samples=samples)
 
     def __str__(self) -> str:
@@ -121,25 +116,18 @@ def bytes_text(count: float) -> str:
 
 def _quantity(name: str, text: str | float, units: dict[str, float]) -> tuple[float, bool]:
     """The value, in seconds or bytes if it has a unit, and whether it has one."""
+    hint = f"30s (units: {', '.join(units)})" if units is SECONDS else "200MB (or kB, GB, MiB)"
     if isinstance(text, bool) or not isinstance(text, str | int | float):
-        raise InvalidBudget(
-            f"{name} is {text!r}; expected a number or a text such as {_hint(units)}"
-        )
+        raise InvalidBudget(f"{name} is {text!r}; expected a number or a text such as {hint}")
     if not isinstance(text, str):
         return float(text), False
     match = _QUANTITY.fullmatch(text.strip())
-    unit = match[2].lower() if match else None
-    if match is None or (unit and unit != "%" and unit not in units):
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in ("", "%", *units):
         raise InvalidBudget(
             f"cannot read {name} = {text!r}; expected a fraction of full training like 0.33, "
-            f"or an amount like {_hint(units)}"
+            f"or an amount like {hint}"
         )
-    if not unit:
-        return float(match[1]), False
     if unit == "%":
         return float(match[1]) / 100, False
-    return float(match[1]) * units[unit], True
-
-
-def _hint(units: dict[str, float]) -> str:
-    return "30s (units: " + ", ".join(units) + ")" if units is SECONDS else "200MB (or kB, GB, MiB)"
+    return float(match[1]) * units.get(unit, 1), unit in units

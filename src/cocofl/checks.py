@@ -22,16 +22,8 @@ def check_number(
     """Complain about a number out of range."""
     good = least <= value <= most and above < value and (value < below or not finite)
     if math.isnan(value) or not good:
-        limits = [
-            f"{word} {limit:g}"
-            for word, limit in (
-                ("at least", least),
-                ("above", above),
-                ("at most", most),
-                ("below", below),
-            )
-            if math.isfinite(limit)
-        ]
+        words = {"at least": least, "above": above, "at most": most, "below": below}
+        limits = [f"{word} {limit:g}" for word, limit in words.items() if math.isfinite(limit)]
         raise InvalidExperiment(f"{key} is {value}; expected a number {' and '.join(limits)}")
 
 

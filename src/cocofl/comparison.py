@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cocofl.config import Experiment
-from cocofl.data.rules import check_rule
+from cocofl.data.partition import check_rule
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import InvalidExperiment

@@ -43,7 +43,10 @@ class Codes(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """The float32 tensor these codes stand for."""
-        return dequantize(self.values, self.grid)
+        x = self.values.float()
+        if self.grid.zero_point:
+            x -= self.grid.zero_point
+        return x.mul_(self.grid.scale)
 
 
 class QuantizedWeight(NamedTuple):
@@ -106,10 +109,6 @@ class StackedGrid(NamedTuple):
     low: Tensor
     high: Tensor
 
-    def like(self, x: Tensor) -> StackedGrid:
-        """With as many axes as ``x``, the first of which is the device."""
-        return StackedGrid(*(t.view(-1, *[1] * (x.ndim - 1)) for t in self))
-
 
 def stacked_grid(scale: Tensor, unsigned: Tensor, headroom: float = 1.0) -> StackedGrid:
     """What :func:`grid_for` gives, for one measured scale per device; NaN where there is no grid.
@@ -135,21 +134,13 @@ def snap(x: Tensor, grid: StackedGrid) -> Tensor:
     >>> snap(torch.tensor([[0.7], [0.7]]), grid).flatten().tolist()
     [0.5, 0.699999988079071]
     """
-    g = grid.like(x)
-    return torch.where(g.per_step > 0, levels(x, g.per_step, g.low, g.high) * g.scale, x)
+    scale, per_step, low, high = (t.view(-1, *[1] * (x.ndim - 1)) for t in grid)
+    return torch.where(per_step > 0, levels(x, per_step, low, high) * scale, x)
 
 
 def quantize_on_the_fly(x: Tensor, *, unsigned: bool = False) -> Codes:
     """Quantize with the scale of this very tensor: nothing saturates, no headroom is needed."""
     return quantize(x, grid_for(measure_scale(x).item(), unsigned=unsigned))
-
-
-def dequantize(values: Tensor, grid: Grid) -> Tensor:
-    """The float32 tensor that uint8 ``values`` on ``grid`` stand for."""
-    x = values.float()
-    if grid.zero_point:
-        x -= grid.zero_point
-    return x.mul_(grid.scale)
 
 
 def as_float(x: Codes | Tensor) -> Tensor:

@@ -14,12 +14,9 @@ COMMIT_VARIABLE = "COCOFL_COMMIT"
 @cache
 def source_commit() -> str:
     """The commit of the source tree, ``+`` behind it where files were changed; "" if unknown."""
-    told = os.environ.get(COMMIT_VARIABLE)
-    if told:
+    told, root = os.environ.get(COMMIT_VARIABLE, ""), Path(__file__).parents[2]
+    if told or not (root / ".git").exists():
         return told
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return ""
     commit = _git(root, "rev-parse", "--short=10", "HEAD")
     return f"{commit}+" if _git(root, "status", "--porcelain", "src", "experiments") else commit
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from cocofl.data import normalise, open_split
-from cocofl.data.split import write_split
-from cocofl.data.split_facts import Draft, Facts
+from cocofl.data.split import Draft, Facts, write_split
 from cocofl.errors import InvalidData
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 4, 5, 3), np.uint8)
@@ -115,7 +114,7 @@ def test_the_mapping_cannot_be_written_to(path):
 def test_labels_out_of_range(path):
     with pytest.raises(InvalidData, match=r"sample 2 has label 3.*labelled 0 to 2"):
         write_split(path, replace(COLOUR, labels=np.array([0, 1, 3, 0, 1, 2, 0])))
-    with pytest.raises(InvalidData, match="integers in one dimension"):
+    with pytest.raises(InvalidData, match="integers in 1 dimension"):
         write_split(path, replace(COLOUR, labels=LABELS.astype(float)))
     assert not path.exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from cocofl.errors import InvalidModel, InvalidSetting, InvalidSpan
 from cocofl.models import MODELS
 from cocofl.profiling.analytic import analytic_table, block_work, peak_bytes
 from cocofl.profiling.cost_model import CostModel, design, fast_table, fit, interleaved
-from cocofl.profiling.memory_model import record_memory
-from cocofl.profiling.sweep import WIDTHS, Progress
-from cocofl.profiling.timeline import mark, peak_tensor_bytes, recorded
-from cocofl.profiling.workspace import Settings, measured_state
+from cocofl.profiling.memory import MemoryModel, mark, peak_tensor_bytes, recorded
+from cocofl.profiling.sweep import Progress
+from cocofl.profiling.workspace import WIDTHS, Settings, measured_state
 from cocofl.span import Blocks
 
 OWN = """
@@ -91,9 +91,9 @@ def test_a_timeline_counts_what_is_alive_between_marks() -> None:
 
     timeline = recorded(run)
     a, b, c = (timeline.find(name) for name in "abc")
-    assert timeline.at(b) - timeline.at(a) == 6000
-    assert timeline.at(c) - timeline.at(a) == 2000
-    assert timeline.peak(a, c) - timeline.at(a) == 6000
+    alive = timeline.alive
+    assert alive[b] - alive[a] == max(alive[a : c + 1]) - alive[a] == 6000
+    assert alive[c] - alive[a] == 2000
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_timeline_counts_what_is_alive_between_marks() -> None:
 )
 def test_replayed_memory_is_that_of_every_span(name: str, variant: str) -> None:
     chain, inputs, build = tiny(name, variant)
-    memory = record_memory(build, inputs, len(chain))
+    memory = MemoryModel(build, inputs, len(chain))
     spans = list(all_spans(len(chain)))
     for span in spans[:: max(1, len(spans) // 4)]:
         replayed = memory.peak_bytes(span)
@@ -117,7 +117,7 @@ def test_replayed_memory_is_that_of_every_span(name: str, variant: str) -> None:
 
 def test_replayed_memory_of_sets_with_gaps_lies_between_their_parts_and_full_training() -> None:
     chain, inputs, build = tiny("mobilenet", "f")
-    memory = record_memory(build, inputs, len(chain))
+    memory = MemoryModel(build, inputs, len(chain))
     full = memory.peak_bytes(Span(0, len(chain)))
     assert memory.peak_bytes(Blocks("0:1+2:3")) >= memory.peak_bytes(Span(2, 3))
     assert memory.peak_bytes(Blocks("0:1+2:3")) <= 1.1 * full
@@ -127,7 +127,7 @@ def test_replayed_memory_of_sets_with_gaps_lies_between_their_parts_and_full_tra
 def test_replayed_memory_of_spans_beside_the_classifier_errs_on_the_high_side(variant) -> None:
     chain, inputs, build = tiny("mobilenet", variant)
     n = len(chain)
-    memory = record_memory(build, inputs, n)
+    memory = MemoryModel(build, inputs, n)
     for blocks in (Span(0, 1) | Span(n - 1, n), Span(1, 3) | Span(n - 1, n)):
         measured = peak_tensor_bytes(lambda blocks=blocks: build(blocks), inputs)
         assert 0.98 * measured <= memory.peak_bytes(blocks) <= 1.25 * measured
@@ -145,16 +145,11 @@ def test_the_time_model_finds_additive_costs_from_few_spans() -> None:
     # A world of its own: each block and role costs what it likes, a factor from the analytic.
     fitted, _ = design(n, list(all_spans(n)))
     guess = fit(work, "qff", dict.fromkeys(fitted, 0.01))
-    world = type(guess)(
-        constant_s=0.001,
-        frozen_s=0.001 * rng.uniform(0.5, 1.5, n),
-        trained_s=0.01 * rng.uniform(0.5, 1.5, n),
-        passing_s=0.002 * rng.uniform(0.5, 1.5, n),
-        input_gradient_s=0.002 * rng.uniform(0.5, 1.5, n),
-        into_span_s=0.0,
-        out_of_span_s=0.0,
-        output_bytes=guess.output_bytes,
+    frozen, trained, passing, gradient = (
+        scale * rng.uniform(0.5, 1.5, n) for scale in (0.001, 0.01, 0.002, 0.002)
     )
+    costs = np.concatenate([[0.001], frozen, trained, passing, gradient, [0.0, 0.0]])
+    world = replace(guess, costs=costs)
     model = fit(work, "qff", measured_by(world, fitted))
     spans = list(all_spans(n))
     errors = [abs(model.step_s(span) / world.step_s(span) - 1) for span in spans]
@@ -244,12 +239,12 @@ def test_counting_holds_nothing_that_backward_would_need() -> None:
     chain, inputs, _ = tiny("mobilenet", "f", batch=32)
     saved = sum(block.saved_bytes for block in block_work(chain, inputs))
     timeline = recorded(lambda: block_work(chain, inputs))
-    assert timeline.peak(0) < saved / 3
+    assert max(timeline.alive) < saved / 3
     assert timeline.alive[-1] < saved / 100
 
 
 def test_two_samples_are_enough_to_split_what_is_counted_with_more(own: str) -> None:
-    few, many = (Settings(own, batch=32).subject.chain(samples=n) for n in (2, None))
+    few, many = (Settings(own, batch=32).chain(samples=n) for n in (2, None))
     assert block_work(*few) == block_work(*many)
 
 
@@ -278,7 +273,7 @@ def test_any_set_of_blocks_has_a_cost_and_no_other() -> None:
     n = len(chain)
     work = block_work(chain, inputs)
     time = fit(work, "f", dict.fromkeys(design(n, [])[0], 0.01))
-    model = CostModel(time, record_memory(build, inputs, n), [10] * n, {})
+    model = CostModel(time, MemoryModel(build, inputs, n), [10] * n)
     assert model.cost(Span(0, 1) | Span(n - 1, n)).upload_bytes == 20
     with pytest.raises(InvalidSpan, match="past the last block"):
         model.cost(Span(0, 1) | Span(n, n + 1))
@@ -310,12 +305,12 @@ def test_settings_that_are_refused(arguments, message: str) -> None:
 )
 def test_models_that_are_refused(own: str, name: str, message: str) -> None:
     with pytest.raises(InvalidModel, match=message):
-        Settings(name.format(own=own.partition(":")[0])).subject.build()
+        Settings(name.format(own=own.partition(":")[0])).build()
 
 
 def test_widths_need_a_factory_that_takes_one(own: str) -> None:
     with pytest.raises(InvalidModel, match="takes no width="):
-        Settings(own.replace(":net", ":fixed")).subject.build(0.5)
+        Settings(own.replace(":net", ":fixed")).build(0.5)
 
 
 def test_an_analytic_table_of_a_model_with_one_batch_size(own: str) -> None:

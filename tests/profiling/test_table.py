@@ -131,7 +131,7 @@ def test_the_form_in_which_the_authors_publish(tmp_path: Path) -> None:
     assert maximal(feasible(found, Budget(time=0.6))) == [Span(0, 1), Span(2, 3)]
     with pytest.raises(TableMismatch, match="no row for 0:2"):
         found.row(Span(0, 2))
-    with pytest.raises(TableMismatch, match="times as fractions only"):
+    with pytest.raises(TableMismatch, match="time as fractions only"):
         # Nobody said how many seconds full training takes.
         feasible(found, Budget(time_s=3, samples=9))
 

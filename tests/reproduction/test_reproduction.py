@@ -14,8 +14,8 @@ from bench.report import made_up_run
 from cocofl.cli import main
 from cocofl.cli.running import read_experiment
 from cocofl.config import Experiment
+from cocofl.data.partition import RULES
 from cocofl.data.registry import REGISTRY
-from cocofl.data.rules import RULES
 from cocofl.experiment import Run
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.models import MODELS

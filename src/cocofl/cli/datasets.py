@@ -92,8 +92,8 @@ def data_show(
     with_alpha = f", alpha {alpha:g}" if split in ("dirichlet", "rc", "rc-mixed") else ""
     title = f"{name}: {split}{with_alpha}, {devices} devices, seed {seed}"
     save_bubble_chart(path, counts, group_of, train.facts.class_names, group_names, title)
-    per_group = data.partition.group_counts(counts, group_of)
-    densities = data.partition.class_densities(counts, group_of)
+    per_group = np.stack([counts[group_of == group].sum(axis=0) for group in range(groups)])
+    densities = data.partition.class_densities(per_group)
     if as_json:
         summary = {
             "name": name,

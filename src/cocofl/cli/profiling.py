@@ -70,7 +70,9 @@ def profile(
     if fast and analytic:
         raise InvalidSetting("--fast measures and --analytic does not; give one of them")
     cores = os.cpu_count() or 1 if threads is None else threads
-    settings = Settings(model, method, variant, backend, batch, cores, classes, head=head)
+    settings = Settings(
+        model, batch, classes, (), method, variant, backend, threads=cores, head=head
+    )
     kind = "width" if method == "width" else variant
     mark = f"{kind}-head" if head else kind
     path = out or Path(f"{model.replace(':', '.')}-{mark}.json")
@@ -111,7 +113,7 @@ def _profile(settings: Settings, path: Path, *, fast: bool) -> None:
     if fast:
         steps: Iterator[Progress | ProfileTable] = fast_table(settings)
     else:
-        n_blocks = len(settings.subject.chain()[0])
+        n_blocks = len(settings.chain()[0])
         steps = sweep(settings, path, n_blocks=n_blocks)
     last: Progress | ProfileTable | None = None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

@@ -8,11 +8,9 @@
 """
 
 from cocofl.data import partition
-from cocofl.data.partition import Partition
+from cocofl.data.partition import RULES, Partition, Rule, divide
 from cocofl.data.registry import REGISTRY, DataSet, Listing, listing, load
-from cocofl.data.rules import RULES, Rule, divide
-from cocofl.data.split import Split, open_split
-from cocofl.data.split_facts import Facts, normalise
+from cocofl.data.split import Facts, Split, normalise, open_split
 
 __all__ = [
     "REGISTRY",

@@ -10,8 +10,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from cocofl.data.origin import Origin
-from cocofl.data.rows import hold_out
-from cocofl.data.split_facts import Draft, Facts
+from cocofl.data.split import Draft, Facts
+from cocofl.data.stable_random import hold_out
 
 
 @contextmanager

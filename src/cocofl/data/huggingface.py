@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,29 +40,15 @@ class Table:
             f"expected {' or '.join(names)}. Is this the right file for this data set?"
         )
 
-    def has(self, *names: str) -> bool:
-        """Whether all of these columns exist."""
-        return set(names) <= set(self.rows.column_names)
-
     def ints(self, name: str) -> NDArray[np.int64]:
         """A column of integers, none missing."""
-        column = self._arrow(name)
-        if not pa.types.is_integer(column.type) or column.null_count:
-            raise InvalidData(
-                f"{self.where}: column {name} holds {column.type} with {column.null_count} values "
-                "missing; expected an integer in every row"
-            )
+        column = self._whole(name, "an integer", pa.types.is_integer)
         return np.asarray(column.to_numpy(), np.int64)
 
     def strings(self, name: str) -> list[str]:
         """A column of text or identifiers, none missing."""
-        column = self._arrow(name)
-        simple = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-        if not (simple or pa.types.is_integer(column.type)) or column.null_count:
-            raise InvalidData(
-                f"{self.where}: column {name} holds {column.type} with {column.null_count} values "
-                "missing; expected text in every row"
-            )
+        kinds = pa.types.is_string, pa.types.is_large_string, pa.types.is_integer
+        column = self._whole(name, "text", *kinds)
         return [str(value) for value in column.to_pylist()]
 
     def class_names(self, name: str) -> tuple[str, ...]:
@@ -92,8 +78,17 @@ class Table:
         """Some of the rows."""
         return Table(self.rows.select(rows), self.where)
 
-    def _arrow(self, name: str) -> pa.ChunkedArray:
-        return self.rows.select_columns([self.column(name)]).with_format("arrow")[:][name]
+    def _whole(
+        self, name: str, expected: str, *kinds: Callable[[pa.DataType], bool]
+    ) -> pa.ChunkedArray:
+        """A column of one of these kinds."""
+        column = self.rows.select_columns([self.column(name)]).with_format("arrow")[:][name]
+        if not any(kind(column.type) for kind in kinds) or column.null_count:
+            raise InvalidData(
+                f"{self.where}: column {name} holds {column.type} with {column.null_count} values "
+                f"missing; expected {expected} in every row"
+            )
+        return column
 
 
 @contextmanager
@@ -120,8 +115,14 @@ def local_tables(**splits: Sequence[Path]) -> Iterator[dict[str, Table]]:
     ``datasets`` maps its own converted copy; that goes to a temporary folder and away with the
     context, so that it neither fills the user's disk nor outlives a change of the files.
     """
-    with tempfile.TemporaryDirectory(prefix="cocofl-") as scratch, _no_progress_bars():
-        yield {split: _open_files(files, scratch) for split, files in splits.items()}
+    were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory(prefix="cocofl-") as scratch:
+            yield {split: _open_files(files, scratch) for split, files in splits.items()}
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()
 
 
 def hub_table(repository: str, split: str) -> Table:
@@ -150,14 +151,3 @@ def _open_files(files: Sequence[Path], scratch: str) -> Table:
             f"cannot read {where} as {kind}: {cause}. Is the file complete? Fetch it again."
         ) from error
     return Table(rows, where)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    were_disabled = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            datasets.enable_progress_bars()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cocofl.errors import DataNotFound
+from cocofl.errors import DataNotFound, InvalidData
 
 DATA_VARIABLE = "COCOFL_DATA"
 CACHE_VARIABLE = "COCOFL_CACHE"
@@ -36,14 +36,11 @@ class Origin:
                 digest.update(line.encode())
         return digest.hexdigest()[:16]
 
-    def files(self, split: str, suffix: str = ".parquet") -> list[Path]:
+    def files(self, split: str) -> list[Path]:
         """The files of one split in the Hub's naming: ``train.parquet``, ``train-00000-of-…``."""
         assert self.folder is not None
-        return sorted(
-            path
-            for path in self.folder.rglob(f"{split}*{suffix}")
-            if path.name == f"{split}{suffix}" or path.name.startswith(f"{split}-")
-        )
+        found = self.folder.rglob(f"{split}*.parquet")
+        return sorted(path for path in found if path.stem.partition("-")[0] == split)
 
 
 def data_dirs(data_dir: str | os.PathLike[str] | None) -> tuple[Path, ...]:
@@ -69,6 +66,16 @@ def cache_dir() -> Path:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "cocofl"
+
+
+def enough(n_wanted: int, n_found: int, what: str, where: str) -> int:
+    """``n_wanted``, or an error when a preset asks for more than there is."""
+    if n_found < n_wanted:
+        raise InvalidData(
+            f"the paper's preset takes {n_wanted} {what}, but {where} has {n_found}; "
+            'use preset = "standard" for all there is'
+        )
+    return n_wanted
 
 
 def _listing(folder: Path) -> Iterator[str]:

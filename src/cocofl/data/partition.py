@@ -6,30 +6,23 @@ cut from that order. The n mod |C| samples left over are set aside *first* and a
 no class and no device pays for them, and are reported as the remainder. ``equal=False`` keeps the
 drawn sizes. ``by_play`` and ``natural`` follow what samples come with: plays, writers, patients.
 
-The same seed gives the same split on every machine and with every NumPy (see ``draws``).
-
-Why not flwr-datasets' partitioners. They return Hugging Face ``Dataset`` objects, one device at a
-time, while the engine needs index arrays, and release 0.6.1 needs ``datasets`` below 5 and ``rich``
-below 15. One by one, with its time for 640 000 labels over 3500 devices on a 2-core Zen 4:
-
-- ``IidPartitioner`` (2.6 s, here 0.1) cuts the file in its stored order: only iid if the file is;
-- ``DirichletPartitioner`` (7.7 s, here 0.2) keeps the drawn sizes, there is no equal share; it
-  draws again, and in the end refuses, while any device has fewer than ten samples;
-- ``NaturalIdPartitioner`` (7.6 s, here 0.2) makes exactly one device per writer;
-- nothing there knows groups of devices, so there is no resource-correlated split.
+The same seed gives the same split on every machine and with every NumPy (see ``stable_random``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from cocofl.data import stable_random
+from cocofl.data.split import Split
 from cocofl.data.stable_random import Floats, Ints, shuffled
 from cocofl.errors import InvalidPartition
+from cocofl.named import nearest
 from cocofl.rng import stream
 
 
@@ -81,13 +74,11 @@ def iid(labels: ArrayLike, devices: int, seed: int, *, equal: bool = True) -> Pa
     >>> split.sizes.tolist(), len(split.remainder)
     ([2, 2], 1)
     """
-    codes = _checked_labels(labels)
-    _check_devices(devices, len(codes))
-    order = shuffled(np.arange(len(codes)), stream(seed, "partition.iid"))
-    if not equal:
-        return _cut(order, _even_sizes(len(codes), devices))
-    kept, remainder = np.split(order, [len(codes) // devices * devices])
-    return _cut(kept, _even_sizes(len(kept), devices), remainder)
+    codes = _checked_labels(labels, devices)
+    rng = stream(seed, "partition.iid")
+    order, remainder = _set_aside(len(codes), devices, rng, equal)
+    one_group = np.zeros(devices, np.int64)
+    return _deal_to_groups(order, np.array([len(order)]), one_group, remainder)
 
 
 def dirichlet(
@@ -103,14 +94,8 @@ def dirichlet(
     >>> split.sizes.tolist()
     [25, 25, 25, 25]
     """
-    codes = _checked_labels(labels)
-    _check_alpha(alpha)
-    _check_devices(devices, len(codes))
     rng = stream(seed, "partition.dirichlet")
-    kept, remainder = _set_aside(len(codes), devices, rng, equal)
-    order, drawn_sizes = _draw(kept, codes[kept], devices, alpha, rng)
-    order = _shuffled_within(order, drawn_sizes, rng)
-    return _cut(order, _even_sizes(len(order), devices) if equal else drawn_sizes, remainder)
+    return _by_class(labels, np.arange(devices), rng, alpha=alpha, equal=equal, mixed=True)
 
 
 def resource_correlated(
@@ -137,26 +122,9 @@ def resource_correlated(
     >>> [sorted(set((split[device] % 2).tolist())) for device in range(4)]
     [[0], [1], [0], [1]]
     """
-    codes = _checked_labels(labels)
-    _check_alpha(alpha)
-    _check_devices(devices, len(codes))
-    group_of = _checked_groups(groups, devices)
-    group_devices = np.bincount(group_of)
     rng = stream(seed, "partition.resource_correlated")
-    kept, remainder = _set_aside(len(codes), devices, rng, equal)
-    order, group_sizes = _draw(kept, codes[kept], len(group_devices), alpha, rng)
-    if mixed:
-        order = _shuffled_within(order, group_sizes, rng)
-    if equal:
-        group_sizes = group_devices * (len(kept) // devices)
-    elif (group_sizes[group_devices == 0] > 0).any():
-        raise InvalidPartition(
-            f"groups has no device in group {int(np.flatnonzero(group_devices == 0)[0])}, yet "
-            f"group {int(group_of.max())} exists: number the groups 0, 1, … without a gap"
-        )
-    if not mixed:
-        order = _shuffled_within(order, group_sizes, rng)
-    return _deal_to_groups(order, group_sizes, group_of, remainder)
+    group_of = _checked_groups(groups, devices)
+    return _by_class(labels, group_of, rng, alpha=alpha, equal=equal, mixed=mixed)
 
 
 def by_play(
@@ -172,8 +140,7 @@ def by_play(
     >>> split.sizes.tolist(), len({s // 4 for s in split[0].tolist()})
     ([2, 2, 2, 2], 1)
     """
-    codes = _checked_labels(plays, what="play")
-    _check_devices(devices, len(codes))
+    codes = _checked_labels(plays, devices, what="play")
     group_of = _checked_groups(groups, devices)
     rng = stream(seed, "partition.by_play")
     group_devices = np.bincount(group_of)
@@ -185,10 +152,7 @@ def by_play(
         )
     target = group_devices / devices * len(codes)
     group_of_play = _fill_evenly(np.bincount(play_of), target, rng)
-    order = shuffled(np.arange(len(codes)), rng)
-    order = order[_stable_argsort(group_of_play[play_of[order]])]
-    sizes = np.bincount(group_of_play[play_of], minlength=len(group_devices))
-    return _deal_to_groups(order, sizes, group_of, np.empty(0, np.int64))
+    return _deal_parts(group_of_play[play_of], group_of, rng)
 
 
 def natural(owners: ArrayLike, devices: int, seed: int) -> Partition:
@@ -201,8 +165,7 @@ def natural(owners: ArrayLike, devices: int, seed: int) -> Partition:
     >>> sorted(split.sizes.tolist())
     [1, 2, 3]
     """
-    codes = _checked_labels(owners, what="owner")
-    _check_devices(devices, len(codes))
+    codes = _checked_labels(owners, devices, what="owner")
     names, owner_of = np.unique(codes, return_inverse=True)
     if len(names) < devices:
         raise InvalidPartition(
@@ -212,10 +175,7 @@ def natural(owners: ArrayLike, devices: int, seed: int) -> Partition:
     rng = stream(seed, "partition.natural")
     device_of_owner = np.empty(len(names), np.int64)
     device_of_owner[shuffled(np.arange(len(names)), rng)] = np.arange(len(names)) % devices
-    device_of = device_of_owner[owner_of]
-    order = shuffled(np.arange(len(codes)), rng)
-    order = order[_stable_argsort(device_of[order])]
-    return _cut(order, np.bincount(device_of, minlength=devices))
+    return _deal_parts(device_of_owner[owner_of], np.arange(devices), rng)
 
 
 def equal_groups(devices: int, n_groups: int, seed: int) -> Ints:
@@ -232,42 +192,141 @@ def equal_groups(devices: int, n_groups: int, seed: int) -> Ints:
     return shuffled(groups, stream(seed, "partition.equal_groups"))
 
 
-def class_counts(partition: Partition, labels: ArrayLike, num_classes: int) -> Ints:
-    """Samples per device and class, as an array of (devices, classes)."""
-    codes = _checked_labels(labels)[partition.indices]
-    device_of = np.repeat(np.arange(len(partition)), partition.sizes)
-    flat = np.bincount(device_of * num_classes + codes, minlength=len(partition) * num_classes)
-    return flat.reshape(len(partition), num_classes)
+def class_counts(
+    partition: Partition,
+    labels: ArrayLike,
+    num_classes: int,
+    groups: Sequence[int] | Ints | None = None,
+) -> Ints:
+    """Samples per device and class, or per group of devices and class."""
+    devices = len(partition)
+    row_of = np.arange(devices) if groups is None else _checked_groups(groups, devices)
+    codes = _checked_labels(labels, devices)[partition.indices]
+    n_rows = int(row_of.max()) + 1
+    cells = np.repeat(row_of, partition.sizes) * num_classes + codes
+    return np.bincount(cells, minlength=n_rows * num_classes).reshape(n_rows, num_classes)
 
 
-def class_densities(counts: Ints, groups: Sequence[int] | Ints) -> Floats:
-    """How a group's samples divide over the classes; each row sums to 1 (a group without any: 0).
+def class_densities(counts: Ints) -> Floats:
+    """How samples divide over the classes; each row sums to 1 (one without any: 0).
 
     The paper weights class accuracies with these to get a group's accuracy.
 
-    >>> class_densities(np.array([[3, 1], [0, 4]]), [0, 1]).tolist()
+    >>> class_densities(np.array([[3, 1], [0, 4]])).tolist()
     [[0.75, 0.25], [0.0, 1.0]]
     """
-    per_group = group_counts(counts, groups)
-    return np.asarray(per_group / np.maximum(per_group.sum(axis=1, keepdims=True), 1))
+    return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
 
 
-def group_counts(counts: Ints, groups: Sequence[int] | Ints) -> Ints:
-    """Samples per group and class, from samples per device and class."""
-    group_of = _checked_groups(groups, len(counts))
-    per_group = np.zeros((int(group_of.max()) + 1, counts.shape[1]), np.int64)
-    np.add.at(per_group, group_of, counts)
-    return per_group
+# --- by name -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How samples are divided over devices: a name in :data:`RULES`, and its parameters."""
+
+    name: str = "iid"
+    alpha: float = 0.1
+    """Of ``dirichlet``, ``rc`` and ``rc-mixed``; the others have no use for it."""
+    equal: bool = True
+    """Of these and ``iid``: equal shares for all, the paper's rule."""
+
+
+RULES: dict[str, tuple[Callable[..., Partition], tuple[str, ...]]] = {
+    "iid": (iid, ("equal",)),
+    "dirichlet": (dirichlet, ("equal", "alpha")),
+    "rc": (resource_correlated, ("equal", "alpha", "groups")),
+    "rc-mixed": (partial(resource_correlated, mixed=True), ("equal", "alpha", "groups")),
+    "by_play": (by_play, ("groups",)),
+    "natural": (natural, ()),
+}
+"""Each with the parameters it takes."""
+
+
+def check_rule(name: str) -> None:
+    """Complain about a split that nobody knows."""
+    if name not in RULES:
+        raise InvalidPartition(
+            f"no split {name!r}{nearest(name, RULES)}; known: {', '.join(RULES)}"
+        )
+
+
+def divide(
+    data: Split, devices: int, seed: int, rule: Rule, groups: Sequence[int] | Ints
+) -> Partition:
+    """Divide a split over devices; ``groups`` is the group of each device."""
+    check_rule(rule.name)
+    function, takes = RULES[rule.name]
+    known = {"equal": rule.equal, "alpha": rule.alpha, "groups": groups}
+    codes = _goes_by(data, rule.name, takes)
+    return function(codes, devices, seed, **{name: known[name] for name in takes})
+
+
+def _goes_by(data: Split, name: str, takes: Collection[str]) -> ArrayLike:
+    """What a rule looks at: classes where there is an alpha; owners where shares are not equal."""
+    if "alpha" in takes:
+        if data.facts.labels != "classes":
+            raise InvalidPartition(
+                f"the {name} split goes by the class of each sample, and this data set has "
+                f"{data.facts.labels} instead; use iid, or natural where samples have owners"
+            )
+        return data.labels
+    if "equal" in takes:
+        return np.zeros(len(data), np.int64)
+    if data.owners is None:
+        raise InvalidPartition(
+            f"the {name} split needs to know who owns each sample (a play, writer or "
+            "patient), and this data set does not say; use iid, dirichlet or rc"
+        )
+    return data.owners
 
 
 # --- drawing -----------------------------------------------------------------------------------
 
 
+def _by_class(
+    labels: ArrayLike,
+    group_of: Ints,
+    rng: np.random.Generator,
+    *,
+    alpha: float,
+    equal: bool,
+    mixed: bool,
+) -> Partition:
+    """Divide each class over groups in Dirichlet proportions, and within a group evenly."""
+    devices = len(group_of)
+    codes = _checked_labels(labels, devices)
+    if not (np.isfinite(alpha) and alpha > 0):
+        raise InvalidPartition(
+            f"alpha = {alpha} is no Dirichlet parameter; it must be above 0 and finite, "
+            "like 0.1 (few classes per device) or 100 (nearly iid)"
+        )
+    group_devices = np.bincount(group_of)
+    kept, remainder = _set_aside(len(codes), devices, rng, equal)
+    order, group_sizes = _draw(kept, codes[kept], len(group_devices), alpha, rng)
+    if mixed:
+        order = _shuffled_within(order, group_sizes, rng)
+    if equal:
+        group_sizes = group_devices * (len(kept) // devices)
+    elif (group_sizes[group_devices == 0] > 0).any():
+        raise InvalidPartition(
+            f"groups has no device in group {int(np.flatnonzero(group_devices == 0)[0])}, yet "
+            f"group {int(group_of.max())} exists: number the groups 0, 1, … without a gap"
+        )
+    if not mixed:
+        order = _shuffled_within(order, group_sizes, rng)
+    return _deal_to_groups(order, group_sizes, group_of, remainder)
+
+
 def _shuffled_within(order: Ints, sizes: Ints, rng: np.random.Generator) -> Ints:
     """Shuffle each consecutive part of ``order``; ``sizes`` are the lengths of the parts."""
-    shuffle = shuffled(np.arange(len(order)), rng)
-    part = np.repeat(np.arange(len(sizes)), sizes)
-    return order[shuffle[_stable_argsort(part[shuffle])]]
+    return order[_part_by_part(np.repeat(np.arange(len(sizes)), sizes), rng)]
+
+
+def _part_by_part(part_of: Ints, rng: np.random.Generator) -> Ints:
+    """All samples of the first part in random order, then those of the second, and so on."""
+    order = shuffled(np.arange(len(part_of)), rng)
+    return order[_stable_argsort(part_of[order])]
 
 
 def _draw(
@@ -303,35 +362,28 @@ def _set_aside(
     return order[:n_kept], order[n_kept:]
 
 
-def _even_sizes(n_samples: int, parts: int) -> Ints:
-    sizes = np.full(parts, n_samples // parts, np.int64)
-    sizes[: n_samples % parts] += 1
-    return sizes
-
-
-def _cut(order: Ints, sizes: Ints, remainder: Ints | None = None) -> Partition:
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    nothing = np.empty(0, np.int64)
-    return Partition(order.copy(), offsets, nothing if remainder is None else remainder.copy())
-
-
 def _deal_to_groups(order: Ints, group_sizes: Ints, group_of: Ints, remainder: Ints) -> Partition:
     """Cut each group's part of ``order`` evenly over its devices, whatever their numbers are."""
     by_group = _stable_argsort(group_of)
     group_devices = np.bincount(group_of, minlength=len(group_sizes))
-    sizes = np.empty(len(group_of), np.int64)
-    sizes[by_group] = np.concatenate(
-        [
-            _even_sizes(int(n), int(parts)) if parts else np.empty(0, np.int64)
-            for n, parts in zip(group_sizes, group_devices, strict=True)
-        ]
-    )
+    rank = np.empty(len(group_of), np.int64)
+    first = np.cumsum(group_devices) - group_devices
+    rank[by_group] = np.arange(len(group_of)) - np.repeat(first, group_devices)
+    share, left = np.divmod(group_sizes[group_of], group_devices[group_of])
+    sizes = share + (rank < left)
     # Where each device's samples begin in `order`, which lists the devices group by group.
     begins = np.empty(len(group_of), np.int64)
     begins[by_group] = np.cumsum(sizes[by_group]) - sizes[by_group]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     positions = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], sizes)
-    return _cut(order[positions], sizes, remainder)
+    return Partition(order[positions], offsets, remainder.copy())
+
+
+def _deal_parts(group_of_sample: Ints, group_of: Ints, rng: np.random.Generator) -> Partition:
+    """Shuffle the samples of each group, and cut them evenly over its devices."""
+    order = _part_by_part(group_of_sample, rng)
+    sizes = np.bincount(group_of_sample, minlength=int(group_of.max()) + 1)
+    return _deal_to_groups(order, sizes, group_of, order[:0])
 
 
 def _fill_evenly(sizes: Ints, target: Floats, rng: np.random.Generator) -> Ints:
@@ -354,7 +406,7 @@ def _stable_argsort(codes: Ints) -> Ints:
 # --- checking ----------------------------------------------------------------------------------
 
 
-def _checked_labels(labels: ArrayLike, what: str = "label") -> Ints:
+def _checked_labels(labels: ArrayLike, devices: int, what: str = "label") -> Ints:
     codes = np.asarray(labels)
     if codes.ndim != 1 or codes.dtype.kind not in "iu" or (len(codes) and codes.min() < 0):
         low = f", smallest {codes.min()}" if codes.dtype.kind in "iu" and codes.size else ""
@@ -362,23 +414,12 @@ def _checked_labels(labels: ArrayLike, what: str = "label") -> Ints:
             f"expected one {what} per sample as integers from 0, in one dimension; "
             f"got {codes.dtype} of shape {codes.shape}{low}"
         )
+    if not 1 <= devices <= len(codes):
+        raise InvalidPartition(
+            f"{len(codes)} samples cannot be split over {devices} devices, each needs at least "
+            f"one; use between 1 and {len(codes)} devices"
+        )
     return codes.astype(np.int64, copy=False)
-
-
-def _check_devices(devices: int, n_samples: int) -> None:
-    if not 1 <= devices <= n_samples:
-        raise InvalidPartition(
-            f"{n_samples} samples cannot be split over {devices} devices, each needs at least one; "
-            f"use between 1 and {n_samples} devices"
-        )
-
-
-def _check_alpha(alpha: float) -> None:
-    if not (np.isfinite(alpha) and alpha > 0):
-        raise InvalidPartition(
-            f"alpha = {alpha} is no Dirichlet parameter; it must be above 0 and finite, "
-            "like 0.1 (few classes per device) or 100 (nearly iid)"
-        )
 
 
 def _checked_groups(groups: Sequence[int] | Ints, devices: int) -> Ints:

@@ -13,8 +13,7 @@ from typing import Literal
 
 from cocofl.data import origin as origins
 from cocofl.data.origin import Origin
-from cocofl.data.split import Split, open_split, write_split
-from cocofl.data.split_facts import SPLITS, Draft, Facts
+from cocofl.data.split import SPLITS, Draft, Facts, Split, open_split, write_split
 from cocofl.data.user_data import read_own
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.named import import_ours, nearest
@@ -29,8 +28,8 @@ class Source:
     """A data set that can be loaded by name."""
 
     build: str
-    """The function that reads it, named like a user's own: its libraries are imported only when
-    something has to be built, for a warm start needs none of them."""
+    """The ``module:function`` in here that reads it, as a name: its libraries are imported only
+    when something has to be built, for a warm start needs none of them."""
     samples: tuple[int, int]
     """How many there are to train and to test, as published; what is here may be less."""
     num_classes: int
@@ -45,49 +44,29 @@ class Source:
 
 
 REGISTRY: dict[str, Source] = {
-    "digits": Source(
-        "cocofl.data.digits:digits", (1_438, 359), 10, "image", package="scikit-learn"
-    ),
-    "cifar10": Source(
-        "cocofl.data.vision:cifar10", (50_000, 10_000), 10, "image", "uoft-cs/cifar10"
-    ),
-    "cifar100": Source(
-        "cocofl.data.vision:cifar100", (50_000, 10_000), 100, "image", "uoft-cs/cifar100"
-    ),
+    "digits": Source("digits:digits", (1_438, 359), 10, "image", package="scikit-learn"),
+    "cifar10": Source("vision:cifar10", (50_000, 10_000), 10, "image", "uoft-cs/cifar10"),
+    "cifar100": Source("vision:cifar100", (50_000, 10_000), 100, "image", "uoft-cs/cifar100"),
     "cinic10": Source(
-        "cocofl.data.vision:cinic10",
-        (90_000, 90_000),
-        10,
-        "image",
-        "flwrlabs/cinic10",
-        ("cinic10", "CINIC-10"),
+        "vision:cinic10", (90_000, 90_000), 10, "image", "flwrlabs/cinic10", ("cinic10", "CINIC-10")
     ),
     "femnist": Source(
-        "cocofl.data.vision:femnist",
-        (651_422, 162_855),
-        62,
-        "image",
-        "flwrlabs/femnist",
-        ("femnist",),
+        "vision:femnist", (651_422, 162_855), 62, "image", "flwrlabs/femnist", ("femnist",)
     ),
     "fashion_mnist": Source(
-        "cocofl.data.vision:fashion_mnist",
-        (60_000, 10_000),
-        10,
-        "image",
-        "zalando-datasets/fashion_mnist",
+        "vision:fashion_mnist", (60_000, 10_000), 10, "image", "zalando-datasets/fashion_mnist"
     ),
     "xchest": Source(
-        "cocofl.data.vision:xchest",
+        "vision:xchest",
         (86_524, 25_596),
         2,
         "image",
         folders=("nih-chest-xray",),
         how_to_get="unpack NIH's ChestX-ray14 into FOLDER/nih-chest-xray",
     ),
-    "imdb": Source("cocofl.data.language:imdb", (25_000, 25_000), 2, "text", "stanfordnlp/imdb"),
+    "imdb": Source("language:imdb", (25_000, 25_000), 2, "text", "stanfordnlp/imdb"),
     "shakespeare": Source(
-        "cocofl.data.language:shakespeare",
+        "language:shakespeare",
         (3_311_034, 770_429),
         82,
         "text",
@@ -95,6 +74,8 @@ REGISTRY: dict[str, Source] = {
         ("shakespeare",),
     ),
 }
+
+Folder = str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -129,25 +110,28 @@ class Listing:
 def load(
     name: str = "digits",
     *,
-    data_dir: str | os.PathLike[str] | None = None,
+    data_dir: Folder = None,
     preset: str = "standard",
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Folder = None,
 ) -> DataSet:
     """Load a data set by name, or one's own by ``package.module:function``.
 
     From the cache if it is there, whole and made of the same files; otherwise from ``data_dir``
-    (or the folders in ``COCOFL_DATA``), or, when neither is given, from the Hub.
+    (or the folders in ``COCOFL_DATA``), or, when neither is given, from the Hub. One's own function
+    is called every time, since nobody else knows whether its data has changed; the file, under a
+    checksum of its content, serves to share the arrays between worker processes.
     """
-    folder = Path(cache_dir) if cache_dir is not None else origins.cache_dir()
     if ":" in name:
-        return _load_own(name, data_dir, folder / "own" / name.replace(":", "."))
+        roots = origins.data_dirs(data_dir)
+        drafts, checksum = read_own(name, roots[0] if roots else None)
+        paths = _cache_paths(f"own/{name.replace(':', '.')}", checksum, cache_dir)
+        return _load_or_build(name, paths, lambda: nullcontext(drafts))
     source = find_source(name)
     if preset not in PRESETS:
         raise DataNotFound(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
     origin = locate(name, source, data_dir)
-    paths = _cache_paths(name, preset, origin, folder)
-    splits = _load_or_build(paths, lambda: _builder(source)(origin, preset))
-    return DataSet(name, splits["train"], splits["test"])
+    paths = _cache_paths(name, f"{preset}-{origin.fingerprint()}", cache_dir)
+    return _load_or_build(name, paths, lambda: _builder(source)(origin, preset))
 
 
 def find_source(name: str) -> Source:
@@ -160,10 +144,15 @@ def find_source(name: str) -> Source:
     )
 
 
-def locate(name: str, source: Source, data_dir: str | os.PathLike[str] | None) -> Origin:
+def locate(name: str, source: Source, data_dir: Folder) -> Origin:
     """The origin a data set would be read from, or an error that says how to get it."""
     if source.package:
-        return Origin(None, f"{source.package} {_version(source.package)}")
+        try:
+            return Origin(None, f"{source.package} {version(source.package)}")
+        except PackageNotFoundError as error:
+            raise DataNotFound(
+                f"this data ships with {source.package}: pip install {source.package}"
+            ) from error
     roots = origins.data_dirs(data_dir)
     wanted = [folder for folder in (source.hub, *source.folders) if folder]
     for root in roots:
@@ -185,12 +174,7 @@ def locate(name: str, source: Source, data_dir: str | os.PathLike[str] | None) -
     return Origin(None, source.hub)
 
 
-def listing(
-    name: str,
-    *,
-    data_dir: str | os.PathLike[str] | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> Listing:
+def listing(name: str, *, data_dir: Folder = None, cache_dir: Folder = None) -> Listing:
     """Where a data set would come from here, and how large it is, without loading it."""
     source = find_source(name)
     known = Listing(name, source.task, *source.samples, source.num_classes, "missing", "")
@@ -200,50 +184,48 @@ def listing(
     except DataNotFound:
         get = f"download {source.hub} from the Hub into {roots[0]}/{source.hub}" if roots else ""
         return replace(known, place=source.how_to_get or get)
-    folder = Path(cache_dir) if cache_dir is not None else origins.cache_dir()
-    paths = _cache_paths(name, "standard", origin, folder)
+    paths = _cache_paths(name, f"standard-{origin.fingerprint()}", cache_dir)
     place = f"with {source.package}" if source.package else str(origin.folder or origin.hub)
     try:
         train, test = (open_split(paths[split]) for split in SPLITS)
     except InvalidData:
         at_hand = bool(source.package or origin.folder)
         return replace(known, state="here" if at_hand else "hub", place=place)
-    return Listing(
-        name, source.task, len(train), len(test), train.facts.num_classes, "ready", place
-    )
+    sizes = len(train), len(test), train.facts.num_classes
+    return Listing(name, source.task, *sizes, "ready", place)
 
 
 def _builder(source: Source) -> Callable[[Origin, str], AbstractContextManager[dict[str, Draft]]]:
     try:
-        return import_ours(source.build, DataNotFound)
+        return import_ours(f"cocofl.data.{source.build}", DataNotFound)
     except DataNotFound as error:
         cause = error.__cause__
         if not isinstance(cause, ModuleNotFoundError):
             raise
         library = (cause.name or "").partition(".")[0]
         raise DataNotFound(
-            f"{source.build} needs the library {library}: pip install 'cocofl[data]'"
+            f"cocofl.data.{source.build} needs the library {library}: pip install 'cocofl[data]'"
         ) from cause
 
 
 # --- caching -------------------------------------------------------------------------------------
 
 
-def _cache_paths(name: str, preset: str, origin: Origin, folder: Path) -> dict[str, Path]:
-    key = f"{preset}-{origin.fingerprint()}"
+def _cache_paths(name: str, key: str, cache_dir: Folder) -> dict[str, Path]:
+    folder = Path(cache_dir) if cache_dir is not None else origins.cache_dir()
     return {split: folder / name / f"{key}-{split}.safetensors" for split in SPLITS}
 
 
 def _load_or_build(
-    paths: dict[str, Path], build: Callable[[], AbstractContextManager[dict[str, Draft]]]
-) -> dict[str, Split]:
+    name: str, paths: dict[str, Path], build: Callable[[], AbstractContextManager[dict[str, Draft]]]
+) -> DataSet:
     """Open all splits of a data set, or build all of them when one is missing or broken.
 
     Together, because they share statistics and tokenizer: old and new would not fit each other.
     """
     if all(path.exists() for path in paths.values()):
         try:
-            return {name: open_split(path, verify=True) for name, path in paths.items()}
+            return DataSet(name, *(open_split(paths[split], verify=True) for split in SPLITS))
         except InvalidData as error:
             logger.warning("rebuilding a broken cache: %s", error)
     try:
@@ -256,24 +238,4 @@ def _load_or_build(
             f"could not convert the data into {paths['train'].parent}: {error}. Is there space, "
             f"and may you write there? {origins.CACHE_VARIABLE} names another folder."
         ) from error
-    return {name: open_split(path) for name, path in paths.items()}
-
-
-def _load_own(name: str, data_dir: str | os.PathLike[str] | None, folder: Path) -> DataSet:
-    """The user's own data, cached under a checksum of its content.
-
-    The function is called every time, since nobody else knows whether its data has changed; the
-    file serves to share the arrays between worker processes.
-    """
-    roots = origins.data_dirs(data_dir)
-    drafts, checksum = read_own(name, roots[0] if roots else None)
-    paths = {split: folder / f"{checksum}-{split}.safetensors" for split in SPLITS}
-    splits = _load_or_build(paths, lambda: nullcontext(drafts))
-    return DataSet(name, splits["train"], splits["test"])
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError as error:
-        raise DataNotFound(f"this data ships with {package}: pip install {package}") from error
+    return DataSet(name, *(open_split(paths[split]) for split in SPLITS))

@@ -17,20 +17,20 @@ import math
 import os
 import uuid
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.data.split_facts import Draft, Facts, check_codes, check_labels
 from cocofl.errors import InvalidData
 
+SPLITS = ("train", "test")
 # Raise the number when what a data set's function makes changes: caches of the old are rebuilt.
 FORMAT = "cocofl.split.1"
 MAX_HEADER_BYTES = 64 * 2**20
-CHUNK_BYTES = 16 * 2**20
 DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "F32": np.dtype("<f4"),
@@ -40,7 +40,51 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Shape = tuple[int, ...]
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What there is to know about a split besides its samples."""
+
+    task: Literal["image", "text"]
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...] = ()
+    """Per channel, of the training split, with pixels from 0 to 1."""
+    std: tuple[float, ...] = ()
+    channels: int = 0
+    """Images only: a grey image is stored once and shown in this many channels."""
+    vocab_size: int = 0
+    """Text only: token ids are below this."""
+    pad_id: int | None = None
+    """Text only: the id that fills a sequence shorter than the others."""
+    owner_kind: str = ""
+    """What the samples' owners are: ``writer``, ``patient``, ``play``; empty when unknown."""
+    owner_names: tuple[str, ...] = ()
+    labels: Literal["classes", "tokens", "numbers"] = "classes"
+    """What each sample has: one class; a class per position; or numbers, which have no classes."""
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes the labels distinguish, or how many numbers each sample has."""
+        return len(self.class_names)
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A split about to be written: small arrays whole, the inputs as a stream of chunks."""
+
+    facts: Facts
+    labels: NDArray[Any]
+    sample_shape: tuple[int, ...]
+    inputs: Iterable[NDArray[Any]]
+    """Chunks of samples in the order of the labels; uint8 pixels (n, height, width, 1 or 3), or
+    uint8 or uint16 token ids (n, length)."""
+    dtype: str = "uint8"
+    owners: NDArray[Any] | None = None
+    tokenizer: bytes = b""
+    where: str = ""
+    """The file the samples come from, for errors about them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +98,7 @@ class Split:
     path: Path
     facts: Facts
     inputs: NDArray[Any]
-    labels: NDArray[Any]
+    labels: Array
     owners: NDArray[np.int32] | None
     """Per sample, an index into ``facts.owner_names``; ``None`` when nobody owns the samples."""
     tokenizer: bytes
@@ -66,7 +110,7 @@ class Split:
     def __reduce__(self) -> tuple[Any, ...]:
         return open_split, (self.path,)
 
-    def batch(self, indices: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def batch(self, indices: NDArray[Any]) -> tuple[Array, Array]:
         """Copies of the samples at ``indices`` that may be written to; token ids as int64."""
         inputs = np.ascontiguousarray(self.inputs[indices])
         if self.facts.task == "text":
@@ -100,35 +144,89 @@ def open_split(path: Path, *, verify: bool = False) -> Split:
     Raises :class:`InvalidData` when the file is not exactly such a file.
     """
     try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            header, begin = _read_header(file, size_bytes)
-    except OSError as error:
+        mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    except (OSError, ValueError) as error:  # a ValueError where it is empty
         raise InvalidData(f"cannot read the cached split {path}: {error}") from error
-    arrays, facts, checksum = _parse_header(header, size_bytes - begin, path)
-    mapped = np.memmap(path, np.uint8, "r", shape=(size_bytes,)).view(np.ndarray)
-    if verify and _checksum(header, mapped[begin:], checksum) != checksum:
+    header_bytes = int.from_bytes(mapped[:8].tobytes(), "little")
+    if not 2 <= header_bytes <= min(len(mapped) - 8, MAX_HEADER_BYTES):
+        raise InvalidData(
+            f"{path} announces a header of {header_bytes} bytes in a file of {len(mapped)}"
+        )
+    header, data = mapped[8 : 8 + header_bytes].tobytes(), mapped[8 + header_bytes :]
+    try:
+        views, facts, crc32 = _parse(json.loads(header), data)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidData(f"{path} is no complete split: {error!r}") from error
+    # The data, then the header with a checksum of 0.
+    blank = header.replace(b'"crc32":"%08x"' % crc32, b'"crc32":"00000000"', 1)
+    if verify and zlib.crc32(blank, zlib.crc32(data.data)) != crc32:
         raise InvalidData(f"{path} does not match its checksum")
-    views = {
-        name: mapped[begin + start : begin + stop].view(dtype).reshape(shape)
-        for name, (dtype, shape, start, stop) in arrays.items()
-    }
     check_labels(views["labels"], facts, path.name)
     if "owners" in views:
         check_codes(views["owners"], len(facts.owner_names), f"owners in {path.name}")
-    return _assemble(path, facts, views)
+    inputs = views["inputs"]
+    if facts.task == "image":
+        inputs = np.broadcast_to(inputs, (*inputs.shape[:-1], facts.channels))
+    tokenizer = views["tokenizer"].tobytes() if "tokenizer" in views else b""
+    return Split(path, facts, inputs, views["labels"], views.get("owners"), tokenizer)
+
+
+def normalise(pixels: NDArray[np.uint8], facts: Facts) -> NDArray[np.float32]:
+    """Pixels with the data set's mean taken off and its standard deviation divided out.
+
+    >>> facts = Facts("image", ("a", "b"), mean=(0.5,), std=(0.25,), channels=1)
+    >>> normalise(np.full((1, 1, 1, 1), 255, np.uint8), facts).ravel().tolist()
+    [2.0]
+    """
+    mean = np.asarray(facts.mean, np.float32) * np.float32(255)
+    scale = np.float32(1) / (np.asarray(facts.std, np.float32) * np.float32(255))
+    return np.asarray((pixels.astype(np.float32) - mean) * scale)
+
+
+def check_labels(labels: NDArray[Any], facts: Facts, where: str) -> NDArray[Any]:
+    """Labels as int64, numbers as float32; else :class:`InvalidData` that names the first wrong."""
+    if facts.labels == "numbers":
+        if labels.dtype.kind not in "iuf" or labels.ndim > 2 or not np.isfinite(labels).all():
+            raise InvalidData(f"{where}: labels must be finite numbers, one or a row per sample")
+        return labels.astype(np.float32, copy=False)
+    return check_codes(labels, facts.num_classes, where, 2 if facts.labels == "tokens" else 1)
+
+
+def check_codes(
+    codes: NDArray[Any], n_codes: int, where: str, dimensions: int = 1
+) -> NDArray[np.int64]:
+    """Classes as int64, or :class:`InvalidData` naming the first one that is none."""
+    if codes.ndim != dimensions or codes.dtype.kind not in "iu":
+        raise InvalidData(
+            f"{where}: labels must be integers in {dimensions} dimension{'s' * (dimensions - 1)}, "
+            f"got {codes.dtype} of shape {codes.shape}"
+        )
+    wrong = np.argwhere((codes < 0) | (codes >= n_codes))
+    if len(wrong):
+        raise InvalidData(
+            f"{where}: sample {wrong[0][0]} has label {codes[tuple(wrong[0])]}, and {len(wrong)} "
+            f"of {codes.size} labels are out of range: {n_codes} classes are labelled "
+            f"0 to {n_codes - 1}. Is this the right label column, and the right file?"
+        )
+    return codes.astype(np.int64, copy=False)
+
+
+def number_owners(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Owners as numbers, and the name behind each number."""
+    unique, codes = np.unique(np.array(names), return_inverse=True)
+    return codes.astype(np.int64), tuple(str(name) for name in unique)
 
 
 # --- the file ------------------------------------------------------------------------------------
 
 
-def _write(file: BinaryIO, draft: Draft, labels: NDArray[Any]) -> Facts:
+def _write(file: BinaryIO, draft: Draft, labels: Array) -> Facts:
     small = {"labels": labels.astype(labels.dtype.newbyteorder("<"))}
     if draft.owners is not None:
         assert len(draft.owners) == len(labels)
         small["owners"] = draft.owners.astype("<i4")
     dtype = np.dtype(draft.dtype).newbyteorder("<")
-    shapes: dict[str, tuple[np.dtype[Any], Shape]] = {
+    shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
         name: (array.dtype, array.shape) for name, array in small.items()
     }
     shapes["inputs"] = (dtype, (len(labels), *draft.sample_shape))
@@ -138,30 +236,29 @@ def _write(file: BinaryIO, draft: Draft, labels: NDArray[Any]) -> Facts:
     placeholder = replace(draft.facts, mean=(math.pi,) * 4, std=(math.pi,) * 4)
     room = -(-(len(_header(shapes, placeholder, 0)) + 256) // 64) * 64
     file.write(bytes(8 + room))
-    checksum = 0
+    checksum = n_written = 0
     for array in small.values():
-        checksum = zlib.crc32(array.tobytes(), checksum)
-        file.write(array.tobytes())
-    moments = _Moments(draft.sample_shape[-1])
-    written_bytes = 0
+        checksum = zlib.crc32(array.data, checksum)
+        file.write(array.data)
+    counts = np.zeros((draft.sample_shape[-1], 256), np.int64)
     for chunk in draft.inputs:
         assert chunk.shape[1:] == draft.sample_shape, f"{chunk.shape} for {draft.sample_shape}"
         assert chunk.dtype == dtype, f"{chunk.dtype} for {dtype}"
         data = np.ascontiguousarray(chunk, dtype)
         checksum = zlib.crc32(data.data, checksum)
         file.write(data.data)
-        written_bytes += data.nbytes
+        n_written += len(data)
         if draft.facts.task == "image" and not draft.facts.mean:
-            moments.add(data)
-    inputs_bytes = math.prod(shapes["inputs"][1]) * dtype.itemsize
-    if written_bytes != inputs_bytes:
+            for channel, values in enumerate(data.reshape(-1, len(counts)).T):
+                counts[channel] += np.bincount(values, minlength=256)
+    if n_written != len(labels):
         raise InvalidData(
-            f"the inputs hold {written_bytes} bytes, but {len(labels)} labels need {inputs_bytes}: "
-            "there must be one input per label"
+            f"there are {n_written} inputs and {len(labels)} labels: there must be one input per "
+            "label"
         )
     checksum = zlib.crc32(draft.tokenizer, checksum)
     file.write(draft.tokenizer)
-    facts = moments.complete(draft.facts) if moments.n_pixels else draft.facts
+    facts = _with_statistics(draft.facts, counts) if counts.any() else draft.facts
     checksum = zlib.crc32(_header(shapes, facts, 0).ljust(room), checksum)
     header = _header(shapes, facts, checksum)
     assert len(header) <= room
@@ -170,44 +267,28 @@ def _write(file: BinaryIO, draft: Draft, labels: NDArray[Any]) -> Facts:
     return facts
 
 
-class _Moments:
-    """Mean and standard deviation per channel, in integers: exact, whatever the chunks are."""
+def _with_statistics(facts: Facts, counts: NDArray[np.int64]) -> Facts:
+    """Mean and deviation from how often a channel has each value.
 
-    def __init__(self, stored_channels: int) -> None:
-        self.n_pixels = 0
-        self.sums = [0] * stored_channels
-        self.squares = [0] * stored_channels
-
-    def add(self, pixels: NDArray[np.uint8]) -> None:
-        per_channel = pixels.reshape(-1, pixels.shape[-1])
-        self.n_pixels += len(per_channel)
-        values = np.arange(256, dtype=np.int64)
-        for channel in range(pixels.shape[-1]):
-            counts = np.bincount(per_channel[:, channel], minlength=256)
-            self.sums[channel] += int(counts @ values)
-            self.squares[channel] += int(counts @ values**2)
-
-    def complete(self, facts: Facts) -> Facts:
-        n = self.n_pixels
-        mean = [total / n / 255 for total in self.sums]
-        variance = [
-            (n * square - total * total) / (n * n)
-            for total, square in zip(self.sums, self.squares, strict=True)
-        ]
-        # A channel without any contrast divides by one instead of by zero.
-        std = [math.sqrt(value) / 255 or 1.0 for value in variance]
-        repeats = facts.channels // len(mean)
-        return replace(facts, mean=tuple(mean * repeats), std=tuple(std * repeats))
+    In integers, thus exact, whatever the chunks are.
+    """
+    n, values = int(counts[0].sum()), np.arange(256)
+    sums, squares = (counts @ values).tolist(), (counts @ values**2).tolist()
+    mean = [total / n / 255 for total in sums]
+    variance = [
+        (n * square - total * total) / (n * n) for total, square in zip(sums, squares, strict=True)
+    ]
+    # A channel without any contrast divides by one instead of by zero.
+    std = [math.sqrt(value) / 255 or 1.0 for value in variance]
+    repeats = facts.channels // len(mean)
+    return replace(facts, mean=tuple(mean * repeats), std=tuple(std * repeats))
 
 
-def _header(shapes: dict[str, tuple[np.dtype[Any], Shape]], facts: Facts, checksum: int) -> bytes:
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "facts": json.dumps(asdict(facts)),
-            "crc32": f"{checksum:08x}",
-        }
-    }
+def _header(
+    shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]], facts: Facts, checksum: int
+) -> bytes:
+    metadata = {"format": FORMAT, "facts": json.dumps(asdict(facts)), "crc32": f"{checksum:08x}"}
+    header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, (dtype, shape) in shapes.items():
         end = begin + math.prod(shape) * dtype.itemsize
@@ -217,54 +298,34 @@ def _header(shapes: dict[str, tuple[np.dtype[Any], Shape]], facts: Facts, checks
     return json.dumps(header, separators=(",", ":")).encode()
 
 
-def _read_header(file: BinaryIO, size_bytes: int) -> tuple[bytes, int]:
-    header_bytes = int.from_bytes(file.read(8), "little")
-    if size_bytes < 8 or not 2 <= header_bytes <= min(size_bytes - 8, MAX_HEADER_BYTES):
-        raise InvalidData(
-            f"{file.name} announces a header of {header_bytes} bytes in a file of {size_bytes}"
-        )
-    return file.read(header_bytes), 8 + header_bytes
-
-
-def _parse_header(
-    raw: bytes, data_bytes: int, path: Path
-) -> tuple[dict[str, tuple[np.dtype[Any], Shape, int, int]], Facts, int]:
-    """The arrays' places, the facts and the checksum; everything checked, nothing allocated."""
-    try:
-        header = json.loads(raw)
-        metadata = header.pop("__metadata__")
-        if metadata["format"] != FORMAT:
-            raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
-        facts = _parse_facts(json.loads(metadata["facts"]))
-        arrays: dict[str, tuple[np.dtype[Any], Shape, int, int]] = {}
-        last_end = 0
-        for name, entry in header.items():
-            dtype, shape = DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
-            begin, end = (int(offset) for offset in entry["data_offsets"])
-            n_bytes = math.prod(shape) * dtype.itemsize
-            if min(shape) < 0 or begin != last_end or end != begin + n_bytes:
-                raise ValueError(f"{name} of shape {shape} does not fill {begin}:{end}")
-            arrays[name] = (dtype, shape, begin, end)
-            last_end = end
-        if last_end != data_bytes:
-            raise ValueError(f"{last_end} bytes of data announced, {data_bytes} found")
-        _check_shapes({name: array[1] for name, array in arrays.items()}, facts)
-        if arrays["labels"][0] != DTYPES["F32" if facts.labels == "numbers" else "I64"]:
-            raise ValueError(f"{facts.labels} are stored as {arrays['labels'][0]}")
-        return arrays, facts, int(metadata["crc32"], 16)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InvalidData(f"{path} is no complete split: {error!r}") from error
-
-
-def _parse_facts(fields: dict[str, Any]) -> Facts:
+def _parse(header: Any, data: NDArray[np.uint8]) -> tuple[dict[str, Array], Facts, int]:
+    """Views of the arrays, the facts and the checksum; everything checked, nothing allocated."""
+    metadata = header.pop("__metadata__")
+    if metadata["format"] != FORMAT:
+        raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
+    fields = json.loads(metadata["facts"])
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     facts = Facts(**{**fields, **lists})
     if facts.task not in ("image", "text") or not facts.class_names:
         raise ValueError(f"no task {facts.task!r} with {len(facts.class_names)} classes")
-    return facts
+    views: dict[str, Array] = {}
+    begin = 0
+    for name, entry in header.items():
+        dtype, shape = DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+        end = begin + math.prod(shape) * dtype.itemsize
+        if min(shape) < 0 or entry["data_offsets"] != [begin, end] or end > len(data):
+            raise ValueError(f"{name} of shape {shape} does not fill {entry['data_offsets']}")
+        views[name] = data[begin:end].view(dtype).reshape(shape)
+        begin = end
+    if begin != len(data):
+        raise ValueError(f"{begin} bytes of data announced, {len(data)} found")
+    if views["labels"].dtype != DTYPES["F32" if facts.labels == "numbers" else "I64"]:
+        raise ValueError(f"{facts.labels} are stored as {views['labels'].dtype}")
+    _check_shapes({name: view.shape for name, view in views.items()}, facts)
+    return views, facts, int(metadata["crc32"], 16)
 
 
-def _check_shapes(shapes: dict[str, Shape], facts: Facts) -> None:
+def _check_shapes(shapes: dict[str, tuple[int, ...]], facts: Facts) -> None:
     n_samples, *sample_shape = shapes["inputs"]
     if shapes["labels"][:1] != (n_samples,) or shapes.get("owners", (n_samples,)) != (n_samples,):
         raise ValueError(f"{n_samples} inputs for labels and owners of other lengths: {shapes}")
@@ -276,20 +337,3 @@ def _check_shapes(shapes: dict[str, Shape], facts: Facts) -> None:
         and 1 <= facts.channels == len(facts.mean) == len(facts.std) <= 4
     ):
         raise ValueError(f"images of {sample_shape} in {facts.channels} channels")
-
-
-def _assemble(path: Path, facts: Facts, views: dict[str, NDArray[Any]]) -> Split:
-    inputs = views["inputs"]
-    if facts.task == "image":
-        inputs = np.broadcast_to(inputs, (*inputs.shape[:-1], facts.channels))
-    tokenizer = views["tokenizer"].tobytes() if "tokenizer" in views else b""
-    return Split(path, facts, inputs, views["labels"], views.get("owners"), tokenizer)
-
-
-def _checksum(header: bytes, data: NDArray[np.uint8], claimed: int) -> int:
-    """The checksum of everything in the file: the data, then the header with a checksum of 0."""
-    checksum = 0
-    for begin in range(0, len(data), CHUNK_BYTES):
-        checksum = zlib.crc32(data[begin : begin + CHUNK_BYTES].data, checksum)
-    blank = header.replace(b'"crc32":"%08x"' % claimed, b'"crc32":"00000000"', 1)
-    return zlib.crc32(blank, checksum)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from cocofl.rng import stream
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -54,3 +56,17 @@ def dirichlet(alpha: float, n_parts: int, rng: np.random.Generator) -> Floats:
     logs = log_gamma_draws(alpha, n_parts, rng)
     weights = np.exp(logs - logs.max())
     return np.asarray(weights / weights.sum())
+
+
+def hold_out(n_samples: int, n_test: int, purpose: str) -> dict[str, Ints]:
+    """Rows of a train and a test split drawn from one table, each in the table's order."""
+    test = draw_rows(n_samples, n_test, f"hold out {purpose}")
+    return {"train": np.setdiff1d(np.arange(n_samples), test), "test": test}
+
+
+def draw_rows(n_rows: int, n_drawn: int, purpose: str) -> Ints:
+    """Some rows at random, in the table's order.
+
+    The seed is fixed: a preset belongs to the data set, not to an experiment.
+    """
+    return np.sort(shuffled(np.arange(n_rows), stream(0, f"draw {purpose}"))[:n_drawn])

@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.data.rows import owners as number_owners
-from cocofl.data.split_facts import SPLITS, Draft, Facts
+from cocofl.data.split import SPLITS, Draft, Facts, number_owners
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.named import import_function
 
 MAX_TOKEN_ID = 2**16 - 1
 
 
-@dataclass(frozen=True, eq=False)
-class _Arrays:
+class _Arrays(NamedTuple):
     inputs: NDArray[Any]
     labels: NDArray[Any]
     owners: NDArray[Any] | None
@@ -56,11 +53,14 @@ def read_own(name: str, folder: Path | None) -> tuple[dict[str, Draft], str]:
     else:
         num_classes = 1 + max(int(arrays.labels.max()) for arrays in splits.values())
     vocab_size = 1 + max(int(arrays.inputs.max()) for arrays in splits.values())
-    drafts = {
-        split: replace(_draft(arrays, num_classes, vocab_size), where=f"{name}, {split}")
-        for split, arrays in splits.items()
-    }
-    return drafts, _checksum(splits)
+    drafts, checksum = {}, 0
+    for split, arrays in splits.items():
+        drafts[split] = _draft(arrays, num_classes, vocab_size, f"{name}, {split}")
+        for array in arrays:
+            if array is not None:
+                checksum = zlib.crc32(f"{array.dtype}{array.shape}".encode(), checksum)
+                checksum = zlib.crc32(array.tobytes(), checksum)
+    return drafts, f"{checksum:08x}"
 
 
 def _checked(made: Any, where: str) -> _Arrays:
@@ -92,7 +92,7 @@ def _checked(made: Any, where: str) -> _Arrays:
     return _Arrays(inputs, labels, owners)
 
 
-def _draft(arrays: _Arrays, num_classes: int, vocab_size: int) -> Draft:
+def _draft(arrays: _Arrays, num_classes: int, vocab_size: int, where: str) -> Draft:
     codes, names = None, tuple[str, ...]()
     if arrays.owners is not None:
         codes, names = number_owners([str(owner) for owner in arrays.owners])
@@ -107,21 +107,11 @@ def _draft(arrays: _Arrays, num_classes: int, vocab_size: int) -> Draft:
         labels=_kind(arrays.labels),
     )
     dtype = "uint8" if image else "uint16"
-    inputs = [arrays.inputs.astype(dtype)]
-    return Draft(facts, arrays.labels, arrays.inputs.shape[1:], inputs, dtype, owners=codes)
+    shape, inputs = arrays.inputs.shape[1:], [arrays.inputs.astype(dtype)]
+    return Draft(facts, arrays.labels, shape, inputs, dtype, owners=codes, where=where)
 
 
 def _kind(labels: NDArray[Any]) -> Literal["classes", "tokens", "numbers"]:
     if labels.dtype.kind == "f":
         return "numbers"
     return "classes" if labels.ndim == 1 else "tokens"
-
-
-def _checksum(splits: dict[str, _Arrays]) -> str:
-    checksum = 0
-    for arrays in splits.values():
-        for array in (arrays.inputs, arrays.labels, arrays.owners):
-            if array is not None:
-                checksum = zlib.crc32(f"{array.dtype}{array.shape}".encode(), checksum)
-                checksum = zlib.crc32(array.tobytes(), checksum)
-    return f"{checksum:08x}"

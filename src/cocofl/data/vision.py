@@ -6,20 +6,24 @@ is ``"standard"``, the data as published, or ``"paper"``, the part of it the pap
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
+import json
 import string
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
-from cocofl.data import images, leaf, nih
 from cocofl.data.huggingface import Table, open_tables
-from cocofl.data.origin import IMAGE_SUFFIXES, Origin
-from cocofl.data.rows import draw_rows, enough, hold_out, owners
-from cocofl.data.split_facts import SPLITS, Draft, Facts
-from cocofl.data.stable_random import Ints
+from cocofl.data.origin import IMAGE_SUFFIXES, Origin, enough
+from cocofl.data.split import SPLITS, Draft, Facts, number_owners
+from cocofl.data.stable_random import Ints, draw_rows, hold_out
 from cocofl.errors import DataNotFound, InvalidData
 
 CIFAR10_NAMES = (
@@ -32,38 +36,38 @@ FASHION_NAMES = (
 FEMNIST_NAMES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 XCHEST_NAMES = ("no finding", "finding")
 
+MAX_PIXELS = 64 * 2**20
+CHUNK_BYTES = 16 * 2**20
+# NIH's own download: findings, a row per image, and the names of the images of each split.
+NIH_TABLE = "Data_Entry_2017*.csv"
+NIH_LISTS = {"train": "train_val_list.txt", "test": "test_list.txt"}
+NIH_COLUMNS = ("Image Index", "Finding Labels", "Patient ID")
+LEAF_SIDE = 28
+
 Drafts = dict[str, Draft]
+Shape = tuple[int, int, int]
+Pixels = NDArray[np.uint8]
 
 
-@contextmanager
-def cifar10(origin: Origin, _preset: str) -> Iterator[Drafts]:
-    """``uoft-cs/cifar10``: 32×32 in colour."""
-    with open_tables(origin, SPLITS) as tables:
-        yield {
-            split: _image_draft(table, ("img", "image"), ("label",), CIFAR10_NAMES, (32, 32, 3))
-            for split, table in tables.items()
-        }
+def _of_tables(
+    class_names: tuple[str, ...], shape: Shape, label: str = "label"
+) -> Callable[[Origin, str], AbstractContextManager[Drafts]]:
+    """A data set in tables with an image and its label in every row."""
+
+    @contextmanager
+    def drafts(origin: Origin, _preset: str) -> Iterator[Drafts]:
+        with open_tables(origin, SPLITS) as tables:
+            yield {
+                split: _table_draft(table, class_names, shape, (label,))
+                for split, table in tables.items()
+            }
+
+    return drafts
 
 
-@contextmanager
-def cifar100(origin: Origin, _preset: str) -> Iterator[Drafts]:
-    """``uoft-cs/cifar100`` with its 100 fine labels."""
-    names = tuple(str(label) for label in range(100))
-    with open_tables(origin, SPLITS) as tables:
-        yield {
-            split: _image_draft(table, ("img", "image"), ("fine_label",), names, (32, 32, 3))
-            for split, table in tables.items()
-        }
-
-
-@contextmanager
-def fashion_mnist(origin: Origin, _preset: str) -> Iterator[Drafts]:
-    """``zalando-datasets/fashion_mnist``: 28×28 grey."""
-    with open_tables(origin, SPLITS) as tables:
-        yield {
-            split: _image_draft(table, ("image",), ("label",), FASHION_NAMES, (28, 28, 1))
-            for split, table in tables.items()
-        }
+cifar10 = _of_tables(CIFAR10_NAMES, (32, 32, 3))
+cifar100 = _of_tables(tuple(str(label) for label in range(100)), (32, 32, 3), "fine_label")
+fashion_mnist = _of_tables(FASHION_NAMES, (28, 28, 1))
 
 
 @contextmanager
@@ -95,13 +99,13 @@ def femnist(origin: Origin, preset: str) -> Iterator[Drafts]:
         if preset == "paper":
             n_test = len(table) - enough(640_500, len(table) - 1, "images", table.where)
         rows = hold_out(len(table), n_test, "femnist")
+        labels = ("character", "label")
         yield {
-            split: _image_draft(
-                table.take(rows[split]), ("image",), ("character", "label"), FEMNIST_NAMES,
-                (32, 32, 1), channels=3, resize=True, owner=("writer", "writer_id"),
+            split: _table_draft(
+                table.take(rows[split]), FEMNIST_NAMES, (32, 32, 1), labels, ("writer", "writer_id")
             )
             for split in SPLITS
-        }  # fmt: skip
+        }
 
 
 @contextmanager
@@ -109,126 +113,235 @@ def xchest(origin: Origin, preset: str) -> Iterator[Drafts]:
     """NIH chest X-rays, finding or no finding, as 256×256×3 with their patients.
 
     Either parquet (image, label, patient) or NIH's own download: ``Data_Entry_2017*.csv``,
-    ``train_val_list.txt``, ``test_list.txt`` and the images in any folders below.
+    ``train_val_list.txt``, ``test_list.txt`` and the images in any folders below. The paper's
+    preset draws 12.7 K training images from all there are.
     """
+
+    def kept(split: str, n_images: int, where: str) -> Ints:
+        if split == "test" or preset == "standard":
+            return np.arange(n_images)
+        return draw_rows(n_images, enough(12_700, n_images, "images", where), "xchest")
+
     folder = origin.folder
-    if folder is not None and not origin.files("train") and nih.is_download(folder):
-        yield {split: _nih_draft(folder, split, preset) for split in SPLITS}
+    if folder is not None and not origin.files("train") and any(folder.rglob(NIH_TABLE)):
+        yield {split: _nih_draft(folder, split, kept) for split in SPLITS}
         return
     with open_tables(origin, SPLITS) as tables:
-        if preset == "paper":
-            train = tables["train"]
-            tables["train"] = train.take(_paper_rows(len(train), train.where))
+        some = {split: t.take(kept(split, len(t), t.where)) for split, t in tables.items()}
         yield {
-            split: _image_draft(
-                table, ("image",), ("label",), XCHEST_NAMES,
-                (256, 256, 1), channels=3, resize=True, owner=("patient", "patient"),
+            split: _table_draft(
+                table, XCHEST_NAMES, (256, 256, 1), ("label",), ("patient", "patient")
             )
-            for split, table in tables.items()
-        }  # fmt: skip
+            for split, table in some.items()
+        }
 
 
-# --- pieces --------------------------------------------------------------------------------------
+# --- drafts --------------------------------------------------------------------------------------
 
 
-def _image_draft(
-    table: Table,
-    image_columns: Sequence[str],
-    label_columns: Sequence[str],
+def _draft(
     class_names: tuple[str, ...],
-    shape: tuple[int, int, int],
+    labels: NDArray[Any],
+    shape: Shape,
+    inputs: Iterable[Pixels],
+    where: str,
     *,
     channels: int = 0,
-    resize: bool = False,
+    owner_kind: str = "",
+    owner_of: Sequence[str] = (),
+) -> Draft:
+    codes, names = number_owners(owner_of) if owner_kind else (None, ())
+    facts = Facts(
+        "image",
+        class_names,
+        channels=channels or shape[-1],
+        owner_kind=owner_kind,
+        owner_names=names,
+    )
+    return Draft(facts, labels, shape, inputs, owners=codes, where=where)
+
+
+def _table_draft(
+    table: Table,
+    class_names: tuple[str, ...],
+    shape: Shape,
+    label_columns: Sequence[str],
     owner: tuple[str, str] | None = None,
 ) -> Draft:
-    image_column, label_column = table.column(*image_columns), table.column(*label_columns)
+    """With an ``owner`` (its kind and column) images of any size, scaled, in three channels."""
+    image_column, label_column = table.column("img", "image"), table.column(*label_columns)
     names = table.class_names(label_column) or class_names
     if len(names) != len(class_names):
         raise InvalidData(
             f"{table.where} names {len(names)} classes in column {label_column}, "
             f"expected {len(class_names)}. Is this the right data set?"
         )
-    owner_codes, owner_names = None, tuple[str, ...]()
-    if owner is not None:
-        owner_codes, owner_names = owners(table.strings(table.column(owner[1])))
-    return Draft(
-        Facts(
-            "image",
-            names,
-            channels=channels or shape[-1],
-            owner_kind=owner[0] if owner else "",
-            owner_names=owner_names,
-        ),
-        table.ints(label_column),
-        shape,
-        images.decode_all(table.encoded_images(image_column), shape, table.where, resize=resize),
-        owners=owner_codes,
-        where=table.where,
+    encoded = table.encoded_images(image_column)
+    labels, where = table.ints(label_column), table.where
+    if owner is None:
+        return _draft(names, labels, shape, decode_all(encoded, shape, where), where)
+    kind, column = owner
+    owner_of = table.strings(table.column(column))
+    inputs = decode_all(encoded, shape, where, resize=True)
+    return _draft(
+        names, labels, shape, inputs, where, channels=3, owner_kind=kind, owner_of=owner_of
     )
 
 
 def _folder_draft(folder: Path) -> Draft:
     """A folder per class with images in it, as CINIC-10 and many others are published."""
-    found = (
-        {path.name: path for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else {}
-    )
+    found = {path.name: path for path in folder.glob("*") if path.is_dir()}
     if set(found) != set(CIFAR10_NAMES):
         raise InvalidData(
             f"{folder} has the folders {', '.join(sorted(found)) or 'none'}; "
             f"expected one per class: {', '.join(CIFAR10_NAMES)}"
         )
-    per_class = [_image_files(found[name]) for name in CIFAR10_NAMES]
+    per_class = [
+        sorted(path for path in found[name].iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+        for name in CIFAR10_NAMES
+    ]
     labels = np.repeat(np.arange(len(per_class)), [len(files) for files in per_class])
     encoded = (path.read_bytes() for path in itertools.chain.from_iterable(per_class))
-    shape = (32, 32, 3)
-    return Draft(
-        Facts("image", CIFAR10_NAMES, channels=3),
-        labels,
-        shape,
-        images.decode_all(encoded, shape, str(folder)),
-    )
+    shape, where = (32, 32, 3), str(folder)
+    return _draft(CIFAR10_NAMES, labels, shape, decode_all(encoded, shape, where), where)
+
+
+def _nih_draft(folder: Path, split: str, kept: Callable[[str, int, str], Ints]) -> Draft:
+    """Wang et al., *ChestX-ray8* (2017). The lists divide the images by patient."""
+    wanted = set(_find(folder, NIH_LISTS[split]).read_text().split())
+    place = {path.name: path for path in folder.rglob("*.png")}
+    path = _find(folder, NIH_TABLE)
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        found = reader.fieldnames or ()
+        if not set(NIH_COLUMNS) <= set(found):
+            raise InvalidData(
+                f"{path} has the columns {', '.join(found)}; expected {', '.join(NIH_COLUMNS)}"
+            )
+        rows = [[row[column] for column in NIH_COLUMNS] for row in reader]
+    rows = [row for row in rows if row[0] in wanted]
+    missing = [name for name, _, _ in rows if name not in place]
+    if missing or not rows:
+        raise DataNotFound(
+            f"{folder} lacks {len(missing)} of {len(rows)} images of {NIH_LISTS[split]}"
+            f"{', like ' + missing[0] if missing else ''}; unpack all of images_*.tar.gz there"
+        )
+    rows = [rows[row] for row in kept(split, len(rows), str(folder))]
+    labels = np.array([int(finding != "No Finding") for _, finding, _ in rows])
+    encoded = (place[name].read_bytes() for name, _, _ in rows)
+    shape, patients = (256, 256, 1), [patient for _, _, patient in rows]
+    inputs = decode_all(encoded, shape, str(folder), resize=True)
+    return _draft(
+        XCHEST_NAMES, labels, shape, inputs, str(folder),
+        channels=3, owner_kind="patient", owner_of=patients,
+    )  # fmt: skip
+
+
+def _find(folder: Path, pattern: str) -> Path:
+    found = sorted(folder.rglob(pattern))
+    if not found:
+        raise DataNotFound(f"{folder} has no {pattern}; copy NIH's whole download there")
+    return found[0]
 
 
 def _leaf_draft(folder: Path, split: str) -> Draft:
+    """Caldas et al., *LEAF: A Benchmark for Federated Settings* (2018).
+
+    One file holds about a hundred writers; a writer's ``x`` is a list of 784 floats from 0 to 1
+    per image, ``y`` a list of labels.
+    """
     files = sorted(path for path in folder.rglob("*.json") if path.parent.name == split)
     if not files:
         raise DataNotFound(
             f"{folder} has neither train-*.parquet nor LEAF's {split}/*.json; download "
             "flwrlabs/femnist from the Hub, or run LEAF's preprocess.sh and copy its data folder"
         )
-    pixels, labels, writers = leaf.read_femnist(files)
-    writer_codes, names = owners(writers)
-    return Draft(
-        Facts("image", FEMNIST_NAMES, channels=3, owner_kind="writer", owner_names=names),
-        labels,
-        (32, 32, 1),
-        (images.resize_grey(pixels[i : i + 10_000], 32, 32) for i in range(0, len(pixels), 10_000)),
-        owners=writer_codes,
-        where=f"{files[0].parent}",
-    )
+    inputs, labels, writers = [], [], []
+    for path in files:
+        for user, samples in _users(path).items():
+            user_images, user_labels = _samples(samples, f"{path}, user {user}")
+            inputs.append(user_images)
+            labels.append(user_labels)
+            writers += [user] * len(user_labels)
+    where = str(files[0].parent)
+    return _draft(
+        FEMNIST_NAMES, np.concatenate(labels), (32, 32, 1), inputs, where,
+        channels=3, owner_kind="writer", owner_of=writers,
+    )  # fmt: skip
 
 
-def _nih_draft(folder: Path, split: str, preset: str) -> Draft:
-    entries = nih.read_entries(folder, split)
-    if split == "train" and preset == "paper":
-        entries = [entries[row] for row in _paper_rows(len(entries), str(folder))]
-    patients, names = owners([entry.patient for entry in entries])
-    shape = (256, 256, 1)
-    encoded = (entry.path.read_bytes() for entry in entries)
-    return Draft(
-        Facts("image", XCHEST_NAMES, channels=3, owner_kind="patient", owner_names=names),
-        np.array([int(entry.finding) for entry in entries]),
-        shape,
-        images.decode_all(encoded, shape, str(folder), resize=True),
-        owners=patients,
-    )
+def _users(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidData(f"cannot read {path} as JSON: {error}. Fetch it again.") from error
+    users = content.get("user_data") if isinstance(content, dict) else None
+    if not isinstance(users, dict) or not users:
+        raise InvalidData(
+            f"{path} is no LEAF file: expected users, num_samples and user_data with one entry "
+            "per user"
+        )
+    return users
 
 
-def _paper_rows(n_images: int, where: str) -> Ints:
-    """The paper samples 12.7 K training images from all there are."""
-    return draw_rows(n_images, enough(12_700, n_images, "images", where), "xchest")
+def _samples(samples: Any, where: str) -> tuple[Pixels, NDArray[np.int64]]:
+    try:
+        pixels = np.asarray(samples["x"], np.float64)
+        labels = np.asarray(samples["y"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidData(f"{where}: expected lists x and y, got {error!r}") from error
+    if pixels.shape != (len(labels), LEAF_SIDE**2) or labels.dtype.kind not in "iu":
+        raise InvalidData(
+            f"{where}: x of shape {pixels.shape} and y of {labels.dtype}; "
+            f"expected {len(labels)} images of {LEAF_SIDE**2} pixels, and integer labels"
+        )
+    if not ((pixels >= 0) & (pixels <= 1)).all():
+        raise InvalidData(f"{where}: pixels must lie between 0 and 1")
+    grey = np.round(pixels * 255).astype(np.uint8).reshape(-1, LEAF_SIDE, LEAF_SIDE)
+    scaled = [np.asarray(_resized(Image.fromarray(image), 32, 32)) for image in grey]
+    return np.reshape(scaled, (-1, 32, 32, 1)), labels.astype(np.int64)
 
 
-def _image_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+# --- images --------------------------------------------------------------------------------------
+
+
+def decode(data: bytes, shape: Shape, where: str, *, resize: bool) -> Pixels:
+    """One image as (height, width, channels); other sizes are scaled only where that is meant."""
+    height, width, channels = shape
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise InvalidData(
+                    f"{where} announces {image.width}x{image.height} pixels; "
+                    f"at most {MAX_PIXELS} are read"
+                )
+            if not resize and image.size != (width, height):
+                raise InvalidData(
+                    f"{where} is {image.width}x{image.height} pixels, expected {width}x{height}. "
+                    "Is this the right data set?"
+                )
+            pixels = image.convert("L" if channels == 1 else "RGB")
+            if pixels.size != (width, height):
+                pixels = _resized(pixels, width, height)
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InvalidData(f"{where} is no readable image: {error}") from error
+    return np.asarray(pixels, np.uint8).reshape(shape)
+
+
+def decode_all(
+    encoded: Iterable[bytes], shape: Shape, where: str, *, resize: bool = False
+) -> Iterator[Pixels]:
+    """Images in chunks of a few megabytes, so that a data set never has to fit in memory."""
+    chunk_images = max(1, CHUNK_BYTES // int(np.prod(shape)))
+    chunk: list[Pixels] = []
+    for row, data in enumerate(encoded):
+        chunk.append(decode(data, shape, f"image {row} of {where}", resize=resize))
+        if len(chunk) == chunk_images:
+            yield np.stack(chunk)
+            chunk = []
+    if chunk:
+        yield np.stack(chunk)
+
+
+def _resized(image: Image.Image, width: int, height: int) -> Image.Image:
+    return image.resize((width, height), Image.Resampling.BILINEAR)

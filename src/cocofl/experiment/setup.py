@@ -20,6 +20,7 @@ from cocofl import data
 from cocofl.chain import BlockChain
 from cocofl.config import Experiment, typed
 from cocofl.data import DataSet, Partition, Rule
+from cocofl.data.partition import class_counts, class_densities
 from cocofl.engine.rounds import Job
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment.engines import engine_kind, machine
@@ -35,7 +36,7 @@ from cocofl.fl.devices import (
 from cocofl.fl.faults import Faults
 from cocofl.fl.federation import Federation
 from cocofl.fl.local import Materials, Workshop
-from cocofl.fl.metrics import Populations, class_densities
+from cocofl.fl.metrics import Populations
 from cocofl.fl.strategies import STRATEGIES, Strategy, facts_of
 from cocofl.freeze import State, chain_state, check_state
 from cocofl.named import lookup, nearest
@@ -238,12 +239,12 @@ class Setup:
         if self.data.facts.labels != "classes":
             return None
         labels, classes = self.data.train.labels, self.data.facts.num_classes
-        group_of, each = np.asarray(self.devices.group_of), np.arange(len(self.devices))
-        return Populations(
-            tuple(group.name for group in self.devices.groups),
-            class_densities(labels, group_of, self.partition, classes),
-            class_densities(labels, each, self.partition, classes),
+        by_group, by_device = (
+            class_densities(class_counts(self.partition, labels, classes, groups))
+            for groups in (self.devices.group_of, None)
         )
+        names = tuple(group.name for group in self.devices.groups)
+        return Populations(names, by_group, by_device)
 
     def _initial_state(self) -> State:
         init = self.experiment.model.init

@@ -87,14 +87,7 @@ class ExperimentTables:
             return ProfileTable.load(f"{source}/{kind}" if named else source)
         method, variant = ("width", "qff") if kind == "width" else ("span", kind)
         subject = self._workshop.materials.subject
-        settings = Settings(
-            subject.model,
-            method,
-            variant,
-            batch=subject.batch,
-            num_classes=subject.num_classes,
-            options=subject.options,
-        )
+        settings = Settings(**vars(subject), method=method, variant=variant)
         return _analytic(settings, f"analytic {model.name} {kind}")
 
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cocofl.checks import check_choice, check_number
-from cocofl.data import Partition
 from cocofl.named import made_by_name
 
 Floats = NDArray[np.float64]
@@ -183,17 +182,6 @@ class Tally:
         """What each metric goes by."""
         of_kind = dict(zip(self._kinds, sums, strict=True))
         return {one.name: (one, of_kind[one.sums]) for one in self.metrics}
-
-
-def class_densities(labels: Ints, groups: Ints, partition: Partition, classes: int) -> Floats:
-    """How the samples of each group are spread over the classes: (groups, classes), rows sum to 1.
-
-    A group of one device each gives densities per device.
-    """
-    owner = np.repeat(groups, partition.sizes)
-    counts = np.zeros((int(groups.max()) + 1, classes))
-    np.add.at(counts, (owner, labels[partition.indices]), 1)
-    return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
 
 
 @dataclass(frozen=True, eq=False)

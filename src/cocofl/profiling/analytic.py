@@ -8,11 +8,12 @@ wrong about full training, too. Every table made here says that it is analytic.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,9 +24,8 @@ from cocofl.chain import BlockChain
 from cocofl.errors import CocoflError, InvalidSetting
 from cocofl.freeze import freeze, upload_sizes
 from cocofl.profiling.subject import Inputs, Subject
-from cocofl.profiling.sweep import LEVELS, STEPS, WIDTHS, spans_of
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
-from cocofl.profiling.workspace import Settings
+from cocofl.profiling.workspace import LEVELS, STEPS, Settings, interpolated, six_digits
 from cocofl.span import Blocks, Role, Span
 
 
@@ -56,42 +56,46 @@ _KEPT = {"f": 1.0, "ff": 0.6, "qff": 0.12}
 # Weights of a frozen block, and of a passing one with its own weights for backward.
 _WEIGHTS = {"f": (1.0, 1.0), "ff": (1.0, 1.0), "qff": (0.25, 0.5)}
 # What fusion and int8 leave as it is.
-_STAYS_FLOAT = (
-    "scaled_dot_product",
-    "layer_norm",
-    "group_norm",
-    "softmax",
-    "gelu",
-    "silu",
-    "sigmoid",
-    "hardswish",
+_STAYS_FLOAT = re.compile(
+    "scaled_dot_product|layer_norm|group_norm|softmax|gelu|silu|sigmoid|hardswish"
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockWork:
     """What one block does with one mini-batch in float32.
 
-    ``float_macs`` of the ``macs``, and the share ``float_share`` of the bytes, belong to
+    ``float_macs`` of the ``macs``, and ``float_bytes`` of the ``written_bytes``, belong to
     operations such as attention that stay in float32 when the block is frozen.
     """
 
-    macs: float
-    float_macs: float
-    float_share: float
-    written_bytes: float
-    saved_bytes: float
-    largest_bytes: float
-    output_bytes: float
     parameter_bytes: float
     state_bytes: float
+    macs: float = 0.0
+    float_macs: float = 0.0
+    written_bytes: float = 0.0
+    float_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    largest_bytes: float = 0.0
+    output_bytes: float = 0.0
+
+    @property
+    def float_share(self) -> float:
+        """The share of the bytes that are written in float32 when the block is frozen."""
+        return self.float_bytes / max(self.written_bytes, 1.0)
 
 
 def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
     """Count each block's work by running it once; the chain is left untouched."""
     net = freeze(chain, Span(0, len(chain)), variant="f")
     net.train()
-    counter = _Counter(len(chain))
+    # Scales are not counted: few bytes, and another table would draw other spans.
+    sizes = upload_sizes(chain, scales=False)
+    work = [
+        BlockWork(sum(p.nbytes for p in block.parameters()), size)
+        for block, size in zip(net.trained, sizes, strict=True)
+    ]
+    counter = _Counter(work[0])
     # A storage is not kept alive by a weak reference, but its address is not given to another.
     seen = {StorageWeakRef(p.untyped_storage()) for p in net.parameters()}
 
@@ -101,72 +105,45 @@ def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
         storage = StorageWeakRef(tensor.untyped_storage())
         if storage not in seen:
             seen.add(storage)
-            counter.saved[counter.block] += tensor.nbytes
+            counter.block.saved_bytes += tensor.nbytes
 
-    for index, block in enumerate(net.trained):
-        block.register_forward_pre_hook(counter.entering(index))
-        block.register_forward_hook(counter.leaving(index))
+    for block, counted in zip(net.trained, work, strict=True):
+        block.register_forward_pre_hook(partial(counter.enter, counted))
+        block.register_forward_hook(counter.leave)
     with counter, torch.autograd.graph.saved_tensors_hooks(count, lambda nothing: nothing):
         net(*inputs)
-    # Scales are not counted: few bytes, and another table would draw other spans.
-    sizes = upload_sizes(chain, scales=False)
-    work = []
-    for index, block in enumerate(net.trained):
-        parameters = sum(p.nbytes for p in block.parameters())
-        work.append(
-            BlockWork(
-                macs=counter.macs[index],
-                float_macs=counter.float_macs[index],
-                float_share=counter.float_written[index] / max(counter.written[index], 1.0),
-                written_bytes=counter.written[index],
-                saved_bytes=counter.saved[index],
-                largest_bytes=counter.largest[index],
-                output_bytes=counter.output[index],
-                parameter_bytes=parameters,
-                state_bytes=sizes[index],
-            )
-        )
     return work
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up, per block, multiply-accumulates and the bytes that operations write."""
+    """Adds multiply-accumulates and the bytes that operations write to the block that runs."""
 
-    def __init__(self, n_blocks: int) -> None:
+    def __init__(self, block: BlockWork) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.block = 0
-        self.macs, self.written, self.saved = ([0.0] * n_blocks for _ in range(3))
-        self.largest, self.output = ([0.0] * n_blocks for _ in range(2))
-        self.float_macs, self.float_written = ([0.0] * n_blocks for _ in range(2))
+        self.block = block
 
-    def entering(self, index: int) -> Any:
-        def hook(_module: nn.Module, _inputs: Any) -> None:
-            self.block = index
+    def enter(self, block: BlockWork, _module: nn.Module, _inputs: Any) -> None:
+        self.block = block
 
-        return hook
-
-    def leaving(self, index: int) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self.output[index] = _nbytes(output)
-
-        return hook
+    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self.block.output_bytes = _nbytes(output)
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        stays_float = any(name in str(func) for name in _STAYS_FLOAT)
         written = 0 if func.is_view else _nbytes(result)
-        self.written[self.block] += written
-        self.largest[self.block] = max(self.largest[self.block], written)
         macs = 0.0
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             macs = count(*args, **(kwargs or {}), out_val=result) / 2
         elif "scaled_dot_product" in str(func):
             # Scores and the weighted sum: twice (queries × keys × channels) per head.
             macs = 2.0 * args[0].numel() * args[1].shape[-2]
-        self.macs[self.block] += macs
-        if stays_float:
-            self.float_written[self.block] += written
-            self.float_macs[self.block] += macs
+        block = self.block
+        block.macs += macs
+        block.written_bytes += written
+        block.largest_bytes = max(block.largest_bytes, written)
+        if _STAYS_FLOAT.search(str(func)):
+            block.float_macs += macs
+            block.float_bytes += written
         return result
 
 
@@ -193,13 +170,9 @@ def block_seconds(block: BlockWork, role: Role, variant: str, device: Device) ->
     rate = device.int8_macs_per_s if variant == "qff" else device.float32_macs_per_s
     passes = 1 if role is Role.FROZEN else 2
     in_float = block.float_macs / device.float32_macs_per_s
-    share = _left(_TRAFFIC[variant], block)
+    # Of what fusion or int8 leave; some of the block may stay as it is.
+    share = block.float_share + (1 - block.float_share) * _TRAFFIC[variant]
     return passes * ((block.macs - block.float_macs) / rate + in_float + moved * share)
-
-
-def _left(share: float, block: BlockWork) -> float:
-    """A share that fusion or int8 leaves, where some of the block stays as it is."""
-    return block.float_share + (1 - block.float_share) * share
 
 
 def peak_bytes(
@@ -242,42 +215,16 @@ def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
         raise InvalidSetting(f"unknown device {device!r}; expected one of {', '.join(DEVICES)}")
     costs: dict[Configuration, Cost] = {}
     if settings.method == "width":
-        n_blocks, costs = _width_costs(settings, DEVICES[device])
+        counted = {}
+        for width in {*LEVELS, *STEPS[::7], 1.0}:
+            work, inputs = _work_of(settings, width)
+            counted[width] = _cost(work, Span(0, len(work)), "f", inputs, DEVICES[device])
+        costs = interpolated(counted)
     else:
-        work, inputs = _work_of(settings.subject)
-        n_blocks = len(work)
-        for blocks in spans_of(settings, n_blocks):
+        work, inputs = _work_of(settings)
+        for blocks in settings.spans(len(work)):
             costs[blocks] = _cost(work, blocks, settings.variant, inputs, DEVICES[device])
-    spans = settings.method == "span"
-    return ProfileTable.from_costs(
-        costs,
-        n_blocks=n_blocks,
-        model=settings.model,
-        method=settings.method,
-        variant=settings.variant if spans else "",
-        backend=f"analytic {device}",
-        source="analytic",
-        batch=settings.batch,
-    )
-
-
-def _width_costs(settings: Settings, device: Device) -> tuple[int, dict[Configuration, Cost]]:
-    """Counted at some widths; costs grow smoothly in between."""
-    counted = sorted({*LEVELS, *STEPS[::7], 1.0})
-    found, n_blocks = [], 0
-    for width in counted:
-        work, inputs = _work_of(settings.subject, width)
-        n_blocks = len(work)
-        found.append(_cost(work, Span(0, n_blocks), "f", inputs, device))
-    seconds, peaks, uploads = (
-        np.interp(WIDTHS, counted, [getattr(cost, name) for cost in found]).tolist()
-        for name in ("step_s", "tensor_bytes", "upload_bytes")
-    )
-    rows = zip(WIDTHS, seconds, peaks, uploads, strict=True)
-    return n_blocks, {
-        width: Cost(float(f"{step:.6g}"), None, round(peak), round(upload))
-        for width, step, peak, upload in rows
-    }
+    return settings.table(costs, len(work), source="analytic", backend=f"analytic {device}")
 
 
 def _work_of(subject: Subject, width: float | None = None) -> tuple[list[BlockWork], Inputs]:
@@ -296,4 +243,4 @@ def _cost(
     memory = peak_bytes(work, trained, variant, sum(x.nbytes for x in inputs))
     seconds = step_seconds(work, trained, variant, device)
     upload = sum(work[i].state_bytes for i in trained)
-    return Cost(float(f"{seconds:.6g}"), None, round(memory), round(upload))
+    return Cost(six_digits(seconds), None, round(memory), round(upload))

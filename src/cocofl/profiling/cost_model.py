@@ -5,7 +5,7 @@ trained block needs no input gradient and saves that; where float32 meets frozen
 cost per byte of the tensor that crosses. Spans of one and two blocks and a few long ones are
 measured, interleaved in one process, and the costs fitted to them in relative error, drawn a
 little towards the analytic ones, which decides what the measurements leave open. Memory is
-replayed (:mod:`cocofl.profiling.memory_model`). Both answer for any set of blocks.
+replayed (:mod:`cocofl.profiling.memory`). Both answer for any set of blocks.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cocofl.allocator import keep_freed_memory
-from cocofl.freeze import KernelPlan, freeze, upload_sizes
+from cocofl.freeze import freeze, upload_sizes
 from cocofl.profiling.analytic import DEVICES, BlockWork, block_seconds, block_work
 from cocofl.profiling.hardware import Hardware
-from cocofl.profiling.memory_model import Build, MemoryModel, record_memory
+from cocofl.profiling.memory import Build, MemoryModel, peak_tensor_bytes
 from cocofl.profiling.subject import training_step
-from cocofl.profiling.sweep import LEVELS, WIDTHS, Progress, spans_of
+from cocofl.profiling.sweep import Progress
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
-from cocofl.profiling.timeline import peak_tensor_bytes
-from cocofl.profiling.workspace import Settings, fill_plan, measured_state
+from cocofl.profiling.workspace import (
+    LEVELS,
+    WIDTHS,
+    Settings,
+    interpolated,
+    kernel_plan,
+    measured_state,
+)
 from cocofl.rng import stream
 from cocofl.span import Blocks, Role, Span
 
@@ -42,26 +50,22 @@ LONG = 5
 MEASURED_WIDTHS = 10
 
 Floats = NDArray[np.float64]
+Key = TypeVar("Key", bound=Configuration)
 # Taken as the noise of one measured median, and as how far a cost may be from its analytic value.
 _NOISE, _TRUST = 0.02, 1.0
+_ROLES = (Role.FROZEN, Role.TRAINED, Role.PASSING)
 
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Seconds per block and role; into and out of trained blocks, per byte that crosses."""
+    """Seconds as :func:`_features` counts them, and the bytes that leave each block."""
 
-    constant_s: float
-    frozen_s: Floats
-    trained_s: Floats
-    passing_s: Floats
-    input_gradient_s: Floats
-    into_span_s: float
-    out_of_span_s: float
+    costs: Floats
     output_bytes: Floats
 
     def step_s(self, trained: Blocks) -> float:
         """The time of one step when these blocks are trained."""
-        return float(_features(trained, self.output_bytes) @ _joined(self))
+        return float(_features(trained, self.output_bytes) @ self.costs)
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,12 @@ class CostModel:
     time: TimeModel
     memory: MemoryModel
     upload_bytes: Sequence[int]
-    error: Mapping[str, float]
 
     def cost(self, trained: Blocks) -> Cost:
         """Step time, tensor peak and upload volume of a set of blocks."""
         trained.check_fits(len(self.upload_bytes))
-        step_s = float(f"{self.time.step_s(trained):.6g}")
         upload = sum(self.upload_bytes[block] for block in trained)
-        return Cost(step_s, None, self.memory.peak_bytes(trained), upload)
+        return Cost(self.time.step_s(trained), None, self.memory.peak_bytes(trained), upload)
 
 
 def fast_table(
@@ -96,42 +98,28 @@ def fast_table(
     if settings.method == "width":
         yield from _fast_widths(settings, len(WIDTHS) if every_width else MEASURED_WIDTHS)
         return
-    chain, inputs = settings.subject.chain()
+    chain, inputs = settings.chain()
     n = len(chain)
-    state, plan = measured_state(chain, inputs), KernelPlan()
-    if settings.integers and n > 1:
-        fill_plan(chain, state, settings, plan)
+    state = measured_state(chain, inputs)
+    plan = kernel_plan(settings, chain, state)
     how = partial(freeze, chain, variant=settings.variant, backend=settings.backend)
     build: Build = partial(how, state=state, plan=plan)
-
-    def make_step(key: Configuration) -> Callable[[], None]:
-        assert isinstance(key, Blocks)
-        return training_step(build(key), inputs)
-
-    memory, wanted = record_memory(build, inputs, n), spans_of(settings, n)
+    memory, wanted = MemoryModel(build, inputs, n), settings.spans(n)
     fitted, checks = design(n, wanted)
-    seconds = yield from interleaved([*fitted, *checks], make_step, _links(n))
-    work = block_work(chain, inputs)
-    model = fit(work, settings.variant, {span: seconds[span] for span in fitted})
-    error = _error([model.step_s(one) / seconds[one] - 1 for one in checks], len(fitted))
-    uploads = upload_sizes(chain, scales=settings.integers)
-    cost_model = CostModel(model, memory, uploads, error)
-    costs: dict[Configuration, Cost] = {blocks: cost_model.cost(blocks) for blocks in wanted}
-    # What was measured is better than what is predicted from it.
-    for key in costs.keys() & seconds.keys():
-        costs[key] = costs[key]._replace(step_s=float(f"{seconds[key]:.6g}"))
-    yield ProfileTable.from_costs(
-        costs,
-        n_blocks=n,
-        model=settings.model,
-        method="span",
-        variant=settings.variant,
-        backend=settings.backend,
-        source="fast",
-        batch=settings.batch,
-        hardware=Hardware.here(settings.threads, plan.choices),
-        error=error,
+    links = sorted({Span(0, n), *(Span(i, i + 1) for i in (n // 4, n // 2, n - 1))})
+    seconds = yield from interleaved(
+        [*fitted, *checks], lambda blocks: training_step(build(blocks), inputs), links
     )
+    times = fit(block_work(chain, inputs), settings.variant, {key: seconds[key] for key in fitted})
+    error = _error([times.step_s(key) / seconds[key] - 1 for key in checks], len(fitted))
+    model = CostModel(times, memory, upload_sizes(chain, scales=settings.integers))
+    costs: dict[Configuration, Cost] = {}
+    for blocks in wanted:
+        cost = model.cost(blocks)
+        # What was measured is better than what is predicted from it.
+        costs[blocks] = cost._replace(step_s=seconds.get(blocks, cost.step_s))
+    hardware = Hardware.here(settings.threads, plan.choices)
+    yield settings.table(costs, n, source="fast", hardware=hardware, error=error)
 
 
 def _fast_widths(settings: Settings, number: int) -> Iterator[Progress | ProfileTable]:
@@ -140,46 +128,31 @@ def _fast_widths(settings: Settings, number: int) -> Iterator[Progress | Profile
     Those that the baselines use are measured: time does not grow steadily with width, for some
     numbers of channels suit the kernels better than their neighbours.
     """
-    picked = np.linspace(0, len(WIDTHS) - 1, number).round().astype(int)
-    checks = sorted({int(i) for i in (picked[:-1] + picked[1:]) // 2} - set(picked.tolist()))
-    measured = sorted({*LEVELS, *(WIDTHS[i] for i in [*picked.tolist(), *checks])})
+    picked = np.linspace(0, len(WIDTHS) - 1, number).round().astype(int).tolist()
+    between = {(left + right) // 2 for left, right in pairwise(picked)} - set(picked)
+    fitted, checks = ([WIDTHS[i] for i in sorted(some)] for some in (picked, between))
+    measured = sorted({*LEVELS, *fitted, *checks})
     peaks: dict[float, int] = {}
-    steps: dict[Configuration, Callable[[], None]] = {}
+    steps: dict[float, Callable[[], None]] = {}
     uploads: dict[float, int] = {}
-    n_blocks = 0
     for width in WIDTHS:
-        chain, inputs = settings.subject.chain(width)
-        n_blocks = len(chain)
-        net = freeze(chain, Span(0, n_blocks), variant="f")
+        chain, inputs = settings.chain(width)
         uploads[width] = sum(upload_sizes(chain, scales=False))
         if width in measured:
-            build = partial(freeze, chain, Span(0, n_blocks), variant="f")
+            build = partial(freeze, chain, Span(0, len(chain)), variant="f")
             peaks[width] = peak_tensor_bytes(build, inputs)
-            steps[width] = training_step(net, inputs)
-    links: list[Configuration] = [measured[0], measured[len(measured) // 2], measured[-1]]
-    seconds = yield from interleaved(measured, lambda key: steps[key], links)
-    fitted = [WIDTHS[i] for i in picked]
-    step_of = np.interp(WIDTHS, fitted, [seconds[width] for width in fitted])
-    guessed = dict(zip(WIDTHS, step_of.tolist(), strict=True))
-    error = _error([guessed[WIDTHS[i]] / seconds[WIDTHS[i]] - 1 for i in checks], len(measured))
-    step_of = np.interp(WIDTHS, measured, [seconds[width] for width in measured])
-    peak_of = np.interp(WIDTHS, measured, [peaks[width] for width in measured])
-    costs: dict[Configuration, Cost] = {
-        width: Cost(float(f"{step:.6g}"), None, round(peak), uploads[width])
-        for width, step, peak in zip(WIDTHS, step_of.tolist(), peak_of.tolist(), strict=True)
-    }
-    yield ProfileTable.from_costs(
-        costs,
-        n_blocks=n_blocks,
-        model=settings.model,
-        method="width",
-        variant="",
-        backend="",
-        source="fast" if len(measured) < len(WIDTHS) else "measured",
-        batch=settings.batch,
-        hardware=Hardware.here(settings.threads),
-        error=error,
-    )
+            steps[width] = training_step(build(), inputs)
+    links = [measured[0], measured[len(measured) // 2], measured[-1]]
+    seconds = yield from interleaved(measured, steps.__getitem__, links)
+    costs = {key: Cost(seconds[key], None, peaks[key], uploads[key]) for key in measured}
+    guesses = interpolated({key: costs[key] for key in fitted})
+    error = _error([guesses[key].step_s / seconds[key] - 1 for key in checks], len(measured))
+    everything = interpolated(costs)
+    for width in WIDTHS:
+        everything[width] = everything[width]._replace(upload_bytes=uploads[width])
+    source = "fast" if len(measured) < len(WIDTHS) else "measured"
+    hardware = Hardware.here(settings.threads)
+    yield settings.table(everything, len(chain), source=source, hardware=hardware, error=error)
 
 
 def design(n_blocks: int, wanted: Sequence[Blocks]) -> tuple[list[Blocks], list[Blocks]]:
@@ -198,10 +171,8 @@ def design(n_blocks: int, wanted: Sequence[Blocks]) -> tuple[list[Blocks], list[
 
 
 def interleaved(
-    wanted: Sequence[Configuration],
-    make_step: Callable[[Configuration], Callable[[], None]],
-    links: Sequence[Configuration],
-) -> Generator[Progress, None, dict[Configuration, float]]:
+    wanted: Sequence[Key], make_step: Callable[[Key], Callable[[], None]], links: Sequence[Key]
+) -> Generator[Progress, None, dict[Key, float]]:
     """Seconds per step of each configuration, taken in turns.
 
     One step of each in shuffled order, round after round: a round's pace is the median of its
@@ -239,20 +210,13 @@ def _medians(table: Floats) -> Floats:
     return medians
 
 
-def _same_pace(
-    groups: Sequence[dict[Configuration, float]], links: Sequence[Configuration]
-) -> dict[Configuration, float]:
+def _same_pace(groups: Sequence[dict[Key, float]], links: Sequence[Key]) -> dict[Key, float]:
     typical = {key: statistics.median(group[key] for group in groups) for key in links}
-    seconds: dict[Configuration, float] = {}
+    seconds: dict[Key, float] = {}
     for group in groups:
         pace = statistics.median(group[key] / typical[key] for key in links)
         seconds |= {key: value / pace for key, value in group.items()}
     return seconds | typical
-
-
-def _links(n: int) -> list[Configuration]:
-    spans = {Span(0, n), Span(n - 1, n), Span(n // 2, n // 2 + 1), Span(n // 4, n // 4 + 1)}
-    return sorted(spans)
 
 
 def fit(work: Sequence[BlockWork], variant: str, seconds: Mapping[Blocks, float]) -> TimeModel:
@@ -260,12 +224,10 @@ def fit(work: Sequence[BlockWork], variant: str, seconds: Mapping[Blocks, float]
     device = DEVICES["x64"]
     output_bytes = np.array([block.output_bytes for block in work])
     by_role = [
-        np.array([block_seconds(block, role, variant, device) for block in work])
-        for role in (Role.FROZEN, Role.TRAINED, Role.PASSING)
+        np.array([block_seconds(block, role, variant, device) for block in work]) for role in _ROLES
     ]
-    gradient = np.array([block.macs / device.float32_macs_per_s for block in work]) + (
-        by_role[1] * 0.05
-    )
+    macs = np.array([block.macs for block in work])
+    gradient = macs / device.float32_macs_per_s + by_role[1] * 0.05
     measured = np.array(list(seconds.values()))
     rows = np.stack([_features(blocks, output_bytes) for blocks in seconds])
     per_byte = 2 / device.bytes_per_s  # read and written
@@ -279,18 +241,7 @@ def fit(work: Sequence[BlockWork], variant: str, seconds: Mapping[Blocks, float]
         costs = _solve(rows, measured, weights, prior, spread)
         off = np.abs(rows @ costs / measured - 1)
         weights = 1 / (1 + (off / (3 * _NOISE)) ** 2)
-    n = len(work)
-    frozen, trained, passing, gradients = np.split(costs[1:-2], [n, 2 * n, 3 * n])
-    return TimeModel(
-        constant_s=float(costs[0]),
-        frozen_s=frozen,
-        trained_s=trained,
-        passing_s=passing,
-        input_gradient_s=gradients,
-        into_span_s=float(costs[-2]),
-        out_of_span_s=float(costs[-1]),
-        output_bytes=output_bytes,
-    )
+    return TimeModel(costs, output_bytes)
 
 
 def _scales(rows: Floats, prior: Floats, measured: Floats, n: int) -> Floats:
@@ -300,9 +251,7 @@ def _scales(rows: Floats, prior: Floats, measured: Floats, n: int) -> Floats:
     relative = columns / measured[:, None]
     factors = np.linalg.lstsq(relative, np.ones(len(measured)), rcond=None)[0]
     typical = float(np.median(measured / columns.sum(axis=1)))
-    factors = np.clip(factors, 0.2 * typical, 5 * typical)
-    scales: Floats = factors[roles]
-    return scales
+    return np.asarray(np.clip(factors, 0.2 * typical, 5 * typical)[roles])
 
 
 def _solve(
@@ -326,7 +275,7 @@ def _solve(
 def _features(trained: Blocks, output_bytes: Floats) -> Floats:
     """How often each cost occurs: constant, by role, input gradient saved, bytes at boundaries."""
     n = len(output_bytes)
-    by_role = {role: np.zeros(n) for role in (Role.FROZEN, Role.TRAINED, Role.PASSING)}
+    by_role = {role: np.zeros(n) for role in _ROLES}
     entered = dict.fromkeys(by_role, 0.0)
     for blocks, role in trained.regions(n):
         by_role[role][list(blocks)] = 1
@@ -335,19 +284,6 @@ def _features(trained: Blocks, output_bytes: Floats) -> Floats:
     saved[min(trained)] = -1
     into_and_out = [entered[Role.TRAINED], entered[Role.PASSING]]
     return np.concatenate([[1], *by_role.values(), saved, into_and_out])
-
-
-def _joined(model: TimeModel) -> Floats:
-    return np.concatenate(
-        [
-            [model.constant_s],
-            model.frozen_s,
-            model.trained_s,
-            model.passing_s,
-            model.input_gradient_s,
-            [model.into_span_s, model.out_of_span_s],
-        ]
-    )
 
 
 def _error(relative: Sequence[float], n_measured: int) -> dict[str, float]:

@@ -23,10 +23,12 @@ class Hardware:
     plan: str = ""
 
     @classmethod
-    def here(cls, threads: int | None = None, choices: Mapping[str, str] | None = None) -> Hardware:
+    def here(cls, threads: int | None = None, choices: Mapping[str, str] = {}) -> Hardware:
         """This machine, with the threads and the kernel plan in use."""
         used = torch.get_num_threads() if threads is None else threads
-        return cls(cpu_name(), used, _release(torch.__version__), plan_hash(choices or {}))
+        text = "\n".join(f"{signature}={kernel}" for signature, kernel in sorted(choices.items()))
+        plan = hashlib.sha256(text.encode()).hexdigest()[:8] if choices else ""
+        return cls(cpu_name(), used, _release(torch.__version__), plan)
 
     def same_machine(self, other: Hardware) -> bool:
         """Whether step times can be compared: the processor and the PyTorch release agree."""
@@ -34,14 +36,6 @@ class Hardware:
 
     def __str__(self) -> str:
         return f"{self.cpu}, {self.threads} threads, torch {self.torch}"
-
-
-def plan_hash(choices: Mapping[str, str]) -> str:
-    """Eight letters that differ when a kernel plan does; none for an empty plan."""
-    if not choices:
-        return ""
-    text = "\n".join(f"{signature}={choices[signature]}" for signature in sorted(choices))
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @cache

@@ -18,7 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,10 @@ import torch
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.errors import CocoflError, ProfilingFailed
-from cocofl.freeze import FrozenNet, freeze, upload_sizes
+from cocofl.freeze import freeze, upload_sizes
+from cocofl.profiling.memory import peak_tensor_bytes
 from cocofl.profiling.subject import training_step
 from cocofl.profiling.table import Configuration, Cost
-from cocofl.profiling.timeline import peak_tensor_bytes
 from cocofl.profiling.workspace import Settings, load_plan, load_settings, load_state, prepare
 from cocofl.span import Blocks, Span
 
@@ -75,23 +77,17 @@ def _in_fresh_process(folder: Path, what: str, *more: str) -> Any:
 
 def measure_here(folder: Path, configuration: Configuration) -> Cost:
     """What a configuration costs; to be called once in the life of a process."""
-    before = _resident_bytes()
+    before = _status_bytes("VmRSS") or _peak_resident_bytes()
     settings = load_settings(folder)
     torch.set_num_threads(settings.threads)
     width = configuration if isinstance(configuration, float) else None
-    chain, inputs = settings.subject.chain(width)
+    chain, inputs = settings.chain(width)
     blocks = Span(0, len(chain)) if isinstance(configuration, float) else configuration
     _forget_peak()
-
     state = load_state(folder) if width is None else None
-    plan = load_plan(folder)
-
-    def build() -> FrozenNet:
-        variant = settings.variant if width is None else "f"
-        return freeze(
-            chain, blocks, variant=variant, backend=settings.backend, state=state, plan=plan
-        )
-
+    variant = settings.variant if width is None else "f"
+    how = partial(freeze, chain, blocks, variant=variant, backend=settings.backend)
+    build = partial(how, state=state, plan=load_plan(folder))
     step = training_step(build(), tuple(x.clone() for x in inputs))
     seconds = timed(step, STEPS)
     rss = max(1, _peak_resident_bytes() - before)
@@ -116,17 +112,10 @@ def _forget_peak() -> None:
     """Let the high-water mark begin anew: building and tracing are not training."""
     gc.collect()
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-        try:
+        with suppress(AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
+        with suppress(OSError):  # not allowed here: the peak then counts the tracing, too
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:  # not allowed here: the peak then counts the tracing, too
-            return
-
-
-def _resident_bytes() -> int:
-    return _status_bytes("VmRSS") or _peak_resident_bytes()
 
 
 def _peak_resident_bytes() -> int:

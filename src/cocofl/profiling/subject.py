@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from cocofl.chain import BlockChain, split
 from cocofl.errors import InvalidModel
 from cocofl.models import MODELS
-from cocofl.named import import_function, nearest
+from cocofl.named import lookup
 
-CLASSES = {"transformer": 2, "transformer-seq2seq": 81}
-DEFAULT_CLASSES = 10
+CLASSES = {"transformer": 2, "transformer-seq2seq": 81}  # 10 of all others
 
 Inputs = tuple[Tensor, ...]
 Mark = Callable[[str], None]
@@ -71,21 +70,12 @@ class Subject:
         return split(model, tuple(x[:samples] for x in inputs)), inputs
 
     def _factory(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        if ":" in self.model:
-            factory = import_function(self.model, InvalidModel)
-            takes = inspect.signature(factory).parameters
-            if self.num_classes is not None and "num_classes" in takes:
-                return factory, {"num_classes": self.num_classes}
-            return factory, {}
-        if self.model not in MODELS:
-            raise InvalidModel(
-                f"unknown model {self.model!r}{nearest(self.model, MODELS)}; expected one of "
-                f"{', '.join(MODELS)}, or package.module:factory"
-            )
-        classes = self.num_classes
-        if classes is None:
-            classes = CLASSES.get(self.model, DEFAULT_CLASSES)
-        return MODELS[self.model], {"num_classes": classes}
+        factory, classes = lookup(self.model, MODELS, "model", InvalidModel), self.num_classes
+        if self.model in MODELS:
+            classes = CLASSES.get(self.model, 10) if classes is None else classes
+        elif "num_classes" not in inspect.signature(factory).parameters:
+            classes = None
+        return factory, {} if classes is None else {"num_classes": classes}
 
     def _mini_batch(self, model: nn.Module, example: Any) -> Inputs:
         if example is None:
@@ -97,7 +87,10 @@ class Subject:
                 )
             example = make(self.batch)
         tensors = (example,) if isinstance(example, Tensor) else tuple(example)
-        return tuple(_channels_last(_repeated(x, self.batch)) for x in tensors)
+        batches = (torch.cat([x] * -(-self.batch // len(x)))[: self.batch] for x in tensors)
+        return tuple(
+            x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in batches
+        )
 
 
 def training_step(
@@ -128,12 +121,3 @@ def training_step(
         mark("end")
 
     return step
-
-
-def _repeated(x: Tensor, batch: int) -> Tensor:
-    times = -(-batch // len(x))
-    return x.repeat(times, *[1] * (x.ndim - 1))[:batch] if times > 1 else x[:batch]
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x

@@ -24,16 +24,12 @@ import numpy as np
 from cocofl.errors import InvalidSetting
 from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.measure import measure, prepare_apart
-from cocofl.profiling.table import Configuration, Cost, ProfileTable, spans_with_head
-from cocofl.profiling.workspace import Settings, load_plan
+from cocofl.profiling.table import Configuration, Cost
+from cocofl.profiling.workspace import WIDTHS, Settings, load_plan
 from cocofl.rng import stream
-from cocofl.span import Blocks, Span, all_spans
+from cocofl.span import Blocks, Span
 
 ANCHOR_EVERY = 10
-# The paper's 50 steps, and the levels its baselines use: FjORD's, and those of Transformers.
-LEVELS = (0.125, 0.2, 0.4, 0.6, 0.625, 0.8, 0.8125)
-STEPS = tuple(round(float(width), 4) for width in np.linspace(0.1, 1.0, 50))
-WIDTHS = tuple(sorted({*STEPS, *LEVELS}))
 
 Measure = Callable[[Path, Configuration], Cost]
 
@@ -54,79 +50,53 @@ class Entry(NamedTuple):
     cost: Cost
 
 
-def configurations_of(settings: Settings, n_blocks: int) -> list[Configuration]:
-    """All spans, or all widths."""
-    return list(WIDTHS) if settings.method == "width" else [*spans_of(settings, n_blocks)]
-
-
-def spans_of(settings: Settings, n_blocks: int) -> list[Blocks]:
-    """All spans, alone or each with the classifier."""
-    return spans_with_head(n_blocks) if settings.head else [*all_spans(n_blocks)]
-
-
 def sweep(
-    settings: Settings,
-    out: Path,
-    *,
-    n_blocks: int,
-    configurations: Sequence[Configuration] | None = None,
-    measure_one: Measure = measure,
-    seed: int = 0,
+    settings: Settings, out: Path, *, n_blocks: int, measure_one: Measure = measure
 ) -> Iterator[Progress]:
     """Measure what the journal lacks, one configuration per item; then write the table.
 
     Stop at any point, by Ctrl-C or otherwise, and call it again: it continues.
     """
     folder = out.with_name(out.name + ".partial")
-    wanted = list(configurations or configurations_of(settings, n_blocks))
-    full: Configuration = 1.0 if settings.method == "width" else Span(0, n_blocks)
+    spans = settings.method == "span"
+    wanted: list[Configuration] = [*(settings.spans(n_blocks) if spans else WIDTHS)]
+    full: Configuration = Span(0, n_blocks) if spans else 1.0
     prepare_apart(folder, settings)
     journal = _Journal(folder / "journal.jsonl", settings)
-    entries = journal.read()
-    found = {entry.configuration for entry in entries if not entry.anchor}
-    order = stream(seed, "profiling.sweep").permutation(len(wanted))
+
+    def note(configuration: Configuration, *, anchor: bool) -> None:
+        journal.add(Entry(configuration, anchor, measure_one(folder, configuration)))
+
+    found = {entry.configuration for entry in journal.entries if not entry.anchor}
+    order = stream(0, "profiling.sweep").permutation(len(wanted))
     missing = [wanted[i] for i in order if wanted[i] not in found]
-    yield Progress(len(wanted) - len(missing), len(wanted), float("nan"))
+    done = len(wanted) - len(missing)
+    yield Progress(done, len(wanted), float("nan"))
     begin = time.monotonic()
-    for i, configuration in enumerate(missing):
+    for i, configuration in enumerate(missing, 1):
         # The first of a session, then every tenth, and one to end with.
-        if i % ANCHOR_EVERY == 0:
-            entries.append(journal.add(Entry(full, True, measure_one(folder, full))))
-        entries.append(journal.add(Entry(configuration, False, measure_one(folder, configuration))))
-        left = (len(missing) - i - 1) * (time.monotonic() - begin) / (i + 1)
-        yield Progress(len(wanted) - len(missing) + i + 1, len(wanted), left)
+        if i % ANCHOR_EVERY == 1:
+            note(full, anchor=True)
+        note(configuration, anchor=False)
+        left = (len(missing) - i) * (time.monotonic() - begin) / i
+        yield Progress(done + i, len(wanted), left)
     if missing:
-        entries.append(journal.add(Entry(full, True, measure_one(folder, full))))
-    choices = load_plan(folder).choices
-    table_of(entries, settings, n_blocks, choices).save(out)
+        note(full, anchor=True)
+    hardware = Hardware.here(settings.threads, load_plan(folder).choices)
+    costs = _costs(journal.entries, full)
+    settings.table(costs, n_blocks, source="measured", hardware=hardware).save(out)
     shutil.rmtree(folder)
 
 
-def table_of(
-    entries: Sequence[Entry], settings: Settings, n_blocks: int, choices: dict[str, str]
-) -> ProfileTable:
-    """The table of a complete journal: medians, freed of the machine's drift."""
-    pace = drift(entries)
-    anchors = [e.cost.step_s / pace[i] for i, e in enumerate(entries) if e.anchor]
-    full: Configuration = 1.0 if settings.method == "width" else Span(0, n_blocks)
-    costs: dict[Configuration, Cost] = {}
-    for i, entry in enumerate(entries):
-        if not entry.anchor:
-            step_s = entry.cost.step_s / pace[i]
-            if entry.configuration == full:
-                step_s = statistics.median([*anchors, step_s])
-            costs[entry.configuration] = entry.cost._replace(step_s=float(f"{step_s:.6g}"))
-    return ProfileTable.from_costs(
-        costs,
-        n_blocks=n_blocks,
-        model=settings.model,
-        method=settings.method,
-        variant=settings.variant if settings.method == "span" else "",
-        backend=settings.backend if settings.method == "span" else "",
-        source="measured",
-        batch=settings.batch,
-        hardware=Hardware.here(settings.threads, choices),
-    )
+def _costs(entries: Sequence[Entry], full: Configuration) -> dict[Configuration, Cost]:
+    """What a complete journal says, freed of the machine's drift; medians of the anchors."""
+    steady = [
+        entry._replace(cost=entry.cost._replace(step_s=entry.cost.step_s / pace))
+        for entry, pace in zip(entries, drift(entries), strict=True)
+    ]
+    costs = {entry.configuration: entry.cost for entry in steady if not entry.anchor}
+    full_s = statistics.median(e.cost.step_s for e in steady if e.configuration == full)
+    return costs | {full: costs[full]._replace(step_s=full_s)}
 
 
 def drift(entries: Sequence[Entry]) -> list[float]:
@@ -140,41 +110,36 @@ def drift(entries: Sequence[Entry]) -> list[float]:
 
 
 class _Journal:
-    """Measurements as they come, one JSON line each."""
+    """Measurements as they come, one JSON line each; a last line that was cut off is dropped."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self._path = path
+        self.entries: list[Entry] = []
         facts = {"settings": asdict(settings), "hardware": asdict(Hardware.here(settings.threads))}
         head = json.loads(json.dumps(facts))  # as it will be read: a tuple becomes a list
         if not path.exists():
             path.write_text(json.dumps(head) + "\n")
-            return
-        found = json.loads(path.read_text().splitlines()[0])
+        whole, _, _cut = path.read_text().rpartition("\n")
+        first, *lines = whole.splitlines()
+        found = json.loads(first)
         found["settings"].setdefault("head", False)  # journals of before there was one
         if found != head:
             raise InvalidSetting(
                 f"{path.parent} holds measurements of {_differences(found, head)}; remove that "
                 "folder to begin anew, or choose another --out"
             )
-
-    def read(self) -> list[Entry]:
-        """All measurements so far; a last line that was cut off does not count."""
-        entries = []
-        whole, _, _cut = self._path.read_text().rpartition("\n")
-        for line in whole.splitlines()[1:]:
+        path.write_text(whole + "\n")
+        for line in lines:
             key, anchor, *cost = json.loads(line)
             configuration = Blocks.parse(key) if isinstance(key, str) else float(key)
-            entries.append(Entry(configuration, bool(anchor), Cost(*cost)))
-        self._path.write_text(whole + "\n")
-        return entries
+            self.entries.append(Entry(configuration, bool(anchor), Cost(*cost)))
 
-    def add(self, entry: Entry) -> Entry:
+    def add(self, entry: Entry) -> None:
         """Append a measurement."""
-        what = entry.configuration
-        key = what if isinstance(what, float) else str(what)
+        self.entries.append(entry)
         with self._path.open("a") as file:
-            file.write(json.dumps([key, entry.anchor, *entry.cost]) + "\n")
-        return entry
+            line = [entry.configuration, entry.anchor, *entry.cost]
+            file.write(json.dumps(line, default=str) + "\n")
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:

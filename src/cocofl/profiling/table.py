@@ -31,9 +31,9 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ SOURCES = ("measured", "fast", "analytic", "published")
 SHIPPED = Path(__file__).parent / "tables"
 PREFIX = "measured:"
 PUBLISHED_BATCH = 32  # the paper's, for all its tables
+_FRACTIONS = ("time", "memory", "upload")
+_TEXTS = ("model", "method", "variant", "backend")
 
 Floats = NDArray[np.float64]
 Configuration = Blocks | float
@@ -99,24 +101,21 @@ class ProfileTable:
         cls, costs: Mapping[Configuration, Cost], *, n_blocks: int, **facts: Any
     ) -> ProfileTable:
         """A table of absolute costs; it must have every configuration up to the full one."""
-        widths = facts["method"] == "width"
         configurations = tuple(sorted(costs))
         rows = tuple(costs[key] for key in configurations)
-        full = costs[1.0 if widths else Span(0, n_blocks)]
         by_rss = all(row.rss_bytes is not None for row in rows)
-        memory = [row.rss_bytes if by_rss else row.tensor_bytes for row in rows]
-        full_memory = full.rss_bytes if by_rss else full.tensor_bytes
-        assert full_memory is not None
+        peaks = [row.rss_bytes if by_rss else row.tensor_bytes for row in rows]
+        pairs = zip(rows, peaks, strict=True)
+        amounts = np.array([(row.step_s, peak, row.upload_bytes) for row, peak in pairs], float)
+        everything = 1.0 if facts["method"] == "width" else Span(0, n_blocks)
+        full = amounts[configurations.index(everything)]
         return cls(
-            configurations=configurations,
-            time=_array(row.step_s for row in rows) / full.step_s,
-            memory=_array(memory) / full_memory,
-            upload=_array(row.upload_bytes for row in rows) / full.upload_bytes,
+            **_columns(configurations, amounts / full),
             memory_kind="rss" if by_rss else "tensor",
             n_blocks=n_blocks,
-            full_step_s=full.step_s,
-            full_memory_bytes=float(full_memory),
-            full_upload_bytes=float(full.upload_bytes),
+            full_step_s=float(full[0]),
+            full_memory_bytes=float(full[1]),
+            full_upload_bytes=float(full[2]),
             costs=rows,
             **facts,
         )
@@ -135,8 +134,14 @@ class ProfileTable:
         table = _parse(_read_json(path), str(source))
         if n_blocks is not None:
             table.check_fits(n_blocks)
-        if not named:
-            table.warn_of_other_hardware(Hardware.here())
+        here = Hardware.here()
+        if not named and table.hardware and not table.hardware.same_machine(here):
+            warnings.warn(
+                f"{table.name} was measured on {table.hardware}, but this is {here}: "
+                "its seconds and fractions need not hold here",
+                OtherHardware,
+                stacklevel=2,
+            )
         return table
 
     def save(self, path: str | Path) -> None:
@@ -153,61 +158,41 @@ class ProfileTable:
                 f"{n_blocks}; profile it with `cocofl profile`, or use the table of this model"
             )
 
-    def warn_of_other_hardware(self, here: Hardware) -> None:
-        """Warn where step times were measured on a machine other than ``here``."""
-        if self.hardware is not None and not self.hardware.same_machine(here):
-            warnings.warn(
-                f"{self.name} was measured on {self.hardware}, but this is {here}: "
-                "its seconds and fractions need not hold here",
-                OtherHardware,
-                stacklevel=3,
-            )
-
     def limits(self, budget: Budget) -> tuple[float, float, float]:
         """The budget's time, memory and upload as fractions of this table's full training."""
+        full_s = None
+        if budget.samples is not None and self.batch is not None and self.full_step_s is not None:
+            full_s = math.ceil(budget.samples / self.batch) * self.full_step_s
         return (
-            min(budget.time, self._step_fraction(budget)),
-            min(budget.memory, self._fraction("memory", budget.memory_bytes)),
-            min(budget.upload, self._fraction("upload", budget.upload_bytes)),
+            self._limit("time", budget.time, budget.time_s, full_s),
+            self._limit("memory", budget.memory, budget.memory_bytes, self.full_memory_bytes),
+            self._limit("upload", budget.upload, budget.upload_bytes, self.full_upload_bytes),
         )
 
-    def _step_fraction(self, budget: Budget) -> float:
-        if math.isinf(budget.time_s):
-            return math.inf
-        if self.full_step_s is None or self.batch is None:
-            raise TableMismatch(
-                f"{self.name} gives times as fractions only, so {budget.time_s:g} s cannot be "
-                "compared with it; give the time as a fraction of full training, like 0.33"
-            )
-        assert budget.samples is not None
-        return budget.time_s / (math.ceil(budget.samples / self.batch) * self.full_step_s)
-
-    def _fraction(self, what: str, limit_bytes: float) -> float:
-        if math.isinf(limit_bytes):
-            return math.inf
-        full = self.full_memory_bytes if what == "memory" else self.full_upload_bytes
+    def _limit(self, what: str, fraction: float, amount: float, full: float | None) -> float:
+        if math.isinf(amount):
+            return fraction
         if full is None:
+            text = f"{amount:g} s" if what == "time" else bytes_text(amount)
             raise TableMismatch(
-                f"{self.name} gives {what} as fractions only, so {bytes_text(limit_bytes)} cannot "
-                f"be compared with it; give the {what} as a fraction of full training, like 0.33"
+                f"{self.name} gives {what} as fractions only, so {text} cannot be compared with "
+                f"it; give the {what} as a fraction of full training, like 0.33"
             )
-        return limit_bytes / full
+        return min(fraction, amount / full)
 
     @cached_property
     def spans(self) -> tuple[Blocks, ...]:
         """The configurations of a span table; it may have sets of blocks with gaps, too."""
-        found = tuple(item for item in self.configurations if isinstance(item, Blocks))
-        if len(found) != len(self.configurations):
+        if self.method != "span":
             raise TableMismatch(f"{self.name} holds widths, not spans")
-        return found
+        return tuple(item for item in self.configurations if isinstance(item, Blocks))
 
     @cached_property
     def widths(self) -> tuple[float, ...]:
         """The configurations of a width table, ascending."""
-        found = tuple(item for item in self.configurations if isinstance(item, float))
-        if len(found) != len(self.configurations):
+        if self.method != "width":
             raise TableMismatch(f"{self.name} holds spans, not widths")
-        return found
+        return tuple(item for item in self.configurations if isinstance(item, float))
 
     def row(self, configuration: Configuration) -> tuple[float, float, float]:
         """Time, memory and upload of one configuration, as fractions."""
@@ -221,15 +206,9 @@ class ProfileTable:
 
     def only(self, configurations: Sequence[Configuration]) -> ProfileTable:
         """The table of some of its configurations; fractions are of full training as before."""
-        at = [self._index[item] for item in configurations]
-        return replace(
-            self,
-            configurations=tuple(configurations),
-            time=self.time[at],
-            memory=self.memory[at],
-            upload=self.upload[at],
-            costs=tuple(self.costs[i] for i in at) if self.costs else (),
-        )
+        columns = _columns(configurations, [self.row(item) for item in configurations])
+        costs = [self.costs[self._index[item]] for item in configurations if self.costs]
+        return replace(self, **columns, costs=tuple(costs))
 
     @cached_property
     def _index(self) -> dict[Configuration, int]:
@@ -252,6 +231,12 @@ class ProfileTable:
         return f"{self.name}: {self.model}, {len(self)} {method}; {how}{where}; {kind}"
 
 
+def _columns(configurations: Sequence[Configuration], rows: Any) -> dict[str, Any]:
+    time, memory, upload = np.array(rows, dtype=np.float64).T.copy()
+    keys = tuple(configurations)
+    return {"configurations": keys, "time": time, "memory": memory, "upload": upload}
+
+
 def spans_with_head(n_blocks: int) -> list[Blocks]:
     """Every span with the last block, the classifier, beside it or in it.
 
@@ -260,6 +245,50 @@ def spans_with_head(n_blocks: int) -> list[Blocks]:
     """
     head = Span(n_blocks - 1, n_blocks)
     return sorted({span | head for span in all_spans(n_blocks)})
+
+
+def spans_alone(table: ProfileTable) -> ProfileTable:
+    """The table of all spans."""
+    wanted = list(all_spans(table.n_blocks))
+    if any(span not in table for span in wanted):
+        raise TableMismatch(
+            f"{table.name} has spans with the classifier beside them only; set strategy.head = "
+            "true, or give a table made without --head"
+        )
+    return table if len(table) == len(wanted) else table.only(wanted)
+
+
+def beside_head(table: ProfileTable) -> ProfileTable:
+    """The table of all spans with the last block beside them.
+
+    A table made with ``cocofl profile --head`` has them. Else they are derived: what the last
+    block adds when it is trained instead of passed through is there to see, in the spans that
+    reach it and those that end just before it. Time grows by what it adds in the median, if that
+    can be seen at all: a linear layer is soon lost in the noise of a measurement. Memory, a peak,
+    grows by the most that it ever adds, but not beyond that of training everything up to the last
+    block: it errs on the high side. Uploads add up.
+    """
+    wanted = spans_with_head(table.n_blocks)
+    if all(blocks in table for blocks in wanted):
+        return table.only(wanted)
+    spans_alone(table)  # refuses a table that has neither
+    n = table.n_blocks
+    reaching = np.array([table.row(Span(i, n)) for i in range(n - 1)])
+    before = np.array([table.row(Span(i, n - 1)) for i in range(n - 1)])
+    more_time = max(0.0, float(np.median((reaching - before)[:, 0])))
+    more_memory = max(0.0, float((reaching - before)[:, 1].max()))
+    upload_of_head = table.row(Span(n - 1, n))[2]
+
+    def row(blocks: Blocks) -> tuple[float, float, float]:
+        span = blocks.spans[0]
+        time, memory, upload = table.row(span)
+        if span == blocks:
+            return time, memory, upload
+        most = max(memory, table.row(Span(min(span), n))[1])
+        return time + more_time, min(memory + more_memory, most), upload + upload_of_head
+
+    columns = _columns(wanted, [row(blocks) for blocks in wanted])
+    return replace(table, **columns, costs=(), name=f"{table.name}, the classifier's part derived")
 
 
 def shipped() -> list[str]:
@@ -275,10 +304,6 @@ def write_whole(path: str | Path, text: str) -> None:
         file.write(text)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
-
-
-def _array(values: Iterable[Any]) -> Floats:
-    return np.array(list(values), dtype=np.float64)
 
 
 def _shipped_path(name: str) -> Path:
@@ -319,68 +344,70 @@ def _parse(content: Any, name: str) -> ProfileTable:
 
 
 def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
-    method = content.get("method")
-    if method not in METHODS:
-        raise InvalidTable(f"{name}: method is {method!r}; expected one of {', '.join(METHODS)}")
-    columns = content.get("columns")
-    # The last is the one that a wrong table is told of.
-    kinds = [["width"]] if method == "width" else [["blocks"], ["start", "stop"]]
-    for key_columns in kinds:
-        wanted = [*key_columns, *Cost._fields]
-        if columns == wanted:
-            break
-    else:
-        raise InvalidTable(f"{name}: columns are {columns}; expected {wanted}")
-    rows = _rows(content, name, len(wanted))
-    if content.get("source") not in SOURCES:
-        raise InvalidTable(
-            f"{name}: source is {content.get('source')!r}; expected one of {', '.join(SOURCES)}"
-        )
-    checksum = content.get("checksum")
-    if checksum is not None and checksum != _checksum(rows):
-        raise InvalidTable(
-            f"{name} was changed after it was written: its rows do not match its checksum. "
-            'Profile again, or remove the "checksum" line if the change is meant'
-        )
-    n_blocks = _whole(content, "n_blocks", name)
-    costs: dict[Configuration, Cost] = {}
-    for row in rows:
-        key = _configuration(row[: len(key_columns)], method, n_blocks, name)
-        if key in costs:
-            raise InvalidTable(f"{name} has two rows for {key}")
-        costs[key] = _cost(row[len(key_columns) :], key, name)
-    _check_complete(costs, method, n_blocks, name)
-    hardware = content.get("hardware")
+    for key, choices in (("method", METHODS), ("source", SOURCES)):
+        if content.get(key) not in choices:
+            raise InvalidTable(
+                f"{name}: {key} is {content.get(key)!r}; expected one of {', '.join(choices)}"
+            )
+    kinds = [["width"]] if content["method"] == "width" else [["blocks"], ["start", "stop"]]
+    rows = _rows(content, kinds, Cost._fields, name)
     try:
+        facts = {key: str(content[key]) for key in _TEXTS}
+        hardware = content.get("hardware")
         error = {
             str(key): value if isinstance(value, int) else float(value)
             for key, value in content.get("error", {}).items()
         }
         return ProfileTable.from_costs(
-            costs,
-            n_blocks=n_blocks,
-            model=str(content["model"]),
-            method=method,
-            variant=str(content["variant"]),
-            backend=str(content["backend"]),
+            {key: Cost(*values) for key, values in rows.items()},
+            n_blocks=content["n_blocks"],
             source=content["source"],
             batch=_whole(content, "batch", name),
             hardware=None if hardware is None else Hardware(**hardware),
             error=error,
             name=name,
+            **facts,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as problem:
         raise InvalidTable(f"{name} is not a complete profile table: {problem!r}") from problem
 
 
-def _rows(content: Mapping[str, Any], name: str, n_columns: int) -> list[list[Any]]:
-    rows = content.get("rows")
+def _rows(
+    content: Mapping[str, Any], kinds: Sequence[list[str]], fields: Sequence[str], name: str
+) -> dict[Configuration, Sequence[Any]]:
+    """What a file says of every configuration, which one of the kinds of columns names."""
+    columns, rows = content.get("columns"), content.get("rows")
+    # The last is the one that a wrong table is told of.
+    keys = next((kind for kind in kinds if columns == [*kind, *fields]), None)
+    if keys is None:
+        raise InvalidTable(f"{name}: columns are {columns}; expected {[*kinds[-1], *fields]}")
     if not isinstance(rows, list) or not rows:
         raise InvalidTable(f"{name} has no rows")
+    n_columns = len(keys) + len(fields)
     for i, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != n_columns:
             raise InvalidTable(f"{name}: row {i} is {row!r}; expected {n_columns} numbers")
-    return rows
+    if content.get("checksum") not in (None, _checksum(rows)):
+        raise InvalidTable(
+            f"{name} was changed after it was written: its rows do not match its checksum. "
+            'Profile again, or remove the "checksum" line if the change is meant'
+        )
+    n_blocks = _whole(content, "n_blocks", name)
+    read = _width if keys == ["width"] else partial(_blocks, n_blocks)
+    pairs = ((read(row[: len(keys)], name), row[len(keys) :]) for row in rows)
+    found = _checked(pairs, fields, name)
+    if keys == ["width"]:
+        if 1.0 not in found:
+            raise InvalidTable(f"{name} lacks width 1, to which all fractions refer")
+        return found
+    missing = [str(span) for span in all_spans(n_blocks) if span not in found]
+    if missing and any(blocks not in found for blocks in spans_with_head(n_blocks)):
+        shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+        raise InvalidTable(
+            f"{name} has {len(found)} of the {len(found) + len(missing)} spans of {n_blocks} "
+            f"blocks; missing are {shown}"
+        )
+    return found
 
 
 def _whole(content: Mapping[str, Any], key: str, name: str) -> int:
@@ -390,15 +417,17 @@ def _whole(content: Mapping[str, Any], key: str, name: str) -> int:
     return value
 
 
-def _configuration(key: Sequence[Any], method: str, n_blocks: int, name: str) -> Configuration:
-    if method == "width":
-        (width,) = key
-        if not isinstance(width, int | float) or not 0 < width <= 1:
-            raise InvalidTable(f"{name}: width {width!r} is not a ratio in (0, 1]")
-        return float(width)
-    text = key[0] if len(key) == 1 else f"{key[0]!r}:{key[1]!r}"
+def _width(key: Sequence[Any], name: str) -> float:
+    (width,) = key
+    if not isinstance(width, int | float) or not 0 < width <= 1:
+        raise InvalidTable(f"{name}: width {width!r} is not a ratio in (0, 1]")
+    return float(width)
+
+
+def _blocks(n_blocks: int, key: Sequence[Any], name: str) -> Blocks:
+    text = str(key[0]) if len(key) == 1 else f"{key[0]!r}:{key[1]!r}"
     try:
-        blocks = Blocks.parse(str(text))
+        blocks = Blocks.parse(text)
         blocks.check_fits(n_blocks)
     except InvalidSpan:
         raise InvalidTable(
@@ -407,54 +436,41 @@ def _configuration(key: Sequence[Any], method: str, n_blocks: int, name: str) ->
     return blocks
 
 
-def _cost(values: Sequence[Any], key: Configuration, name: str) -> Cost:
-    for column, value in zip(Cost._fields, values, strict=True):
-        if column == "rss_bytes" and value is None:
-            continue
-        _check_number(value, f"{name}: {column} of {key}", positive=column != "upload_bytes")
-    return Cost(*values)
+def _checked(
+    rows: Iterable[tuple[Configuration, Sequence[Any]]], fields: Sequence[str], name: str
+) -> dict[Configuration, Sequence[Any]]:
+    """Each configuration once, with numbers that can be costs."""
+    found: dict[Configuration, Sequence[Any]] = {}
+    for key, values in rows:
+        if key in found:
+            raise InvalidTable(f"{name} has two rows for {key}")
+        for column, value in zip(fields, values, strict=True):
+            if column != "rss_bytes" or value is not None:
+                positive = not column.startswith("upload")
+                _check_number(value, f"{name}: {column} of {key}", positive=positive)
+        found[key] = values
+    return found
 
 
-def _check_number(value: Any, what: str, *, positive: bool) -> None:
+def _check_number(value: Any, what: str, *, positive: bool = True) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < 0 or (positive and value == 0):
         expected = "a number above 0" if positive else "a number that is not negative"
         raise InvalidTable(f"{what} is {value!r}; expected {expected}")
 
 
-def _check_complete(found: Collection[Any], method: str, n_blocks: int, name: str) -> None:
-    if method == "width":
-        if 1.0 not in found:
-            raise InvalidTable(f"{name} lacks width 1, to which all fractions refer")
-        return
-    missing = [str(span) for span in all_spans(n_blocks) if span not in found]
-    if missing and any(blocks not in found for blocks in spans_with_head(n_blocks)):
-        shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-        raise InvalidTable(
-            f"{name} has {len(found)} of the {len(found) + len(missing)} spans of {n_blocks} "
-            f"blocks; missing are {shown}"
-        )
-
-
 def _published_rows(content: Mapping[str, Any], name: str) -> ProfileTable:
     """The eight tables beside the paper: fractions of full training, and what full training is."""
-    wanted = ["start", "stop", "time", "memory", "upload"]
-    if content.get("columns") != wanted:
-        raise InvalidTable(f"{name}: columns are {content.get('columns')}; expected {wanted}")
-    n_blocks = _whole(content, "n_blocks", name)
-    rows: dict[Configuration, tuple[float, float, float]] = {}
-    for start, stop, *values in _rows(content, name, len(wanted)):
-        _add_fractions(rows, _configuration((start, stop), "span", n_blocks, name), values, name)
-    _check_complete(rows, "span", n_blocks, name)
+    rows = _rows(content, [["start", "stop"]], _FRACTIONS, name)
     for key in ("full_step_seconds", "full_peak_gb"):
-        _check_number(content.get(key), f"{name}: {key}", positive=True)
+        _check_number(content.get(key), f"{name}: {key}")
     return _of_fractions(
         rows,
-        n_blocks,
+        content["n_blocks"],
         model=f"{content.get('network')} on {content.get('platform')}",
         name=name,
         full_step_s=float(content["full_step_seconds"]),
-        full_memory_bytes=float(content["full_peak_gb"]) * 1e9,
+        full_memory_bytes=content["full_peak_gb"] * 1e9,
     )
 
 
@@ -472,47 +488,32 @@ def _published_list(content: Sequence[Any], name: str) -> ProfileTable:
                 f"{name}: entry {i} is not an object with freeze, time, data and memory: {error!r}"
             ) from error
     n_blocks = 1 + max((block for frozen, _ in entries for block in frozen), default=0)
-    rows: dict[Configuration, tuple[float, float, float]] = {}
-    for frozen, values in entries:
-        trained = sorted(set(range(n_blocks)) - set(frozen))
-        found = Blocks.parse("+".join(f"{i}:{i + 1}" for i in trained)) if trained else None
-        if not isinstance(found, Span) or min(frozen, default=0) < 0:
-            raise InvalidTable(
-                f"{name}: with blocks {frozen} frozen of {n_blocks}, the trained ones are "
-                f"{trained}; expected one contiguous range"
-            )
-        _add_fractions(rows, found, values, name)
+    pairs = ((_span_beside(frozen, n_blocks, name), values) for frozen, values in entries)
+    rows = _checked(pairs, _FRACTIONS, name)
     return _of_fractions(rows, n_blocks, model=Path(name).stem, name=name)
 
 
-def _add_fractions(
-    rows: dict[Configuration, tuple[float, float, float]],
-    key: Configuration,
-    values: Sequence[Any],
-    name: str,
-) -> None:
-    if key in rows:
-        raise InvalidTable(f"{name} has two rows for {key}")
-    for column, value in zip(("time", "memory", "upload"), values, strict=True):
-        _check_number(value, f"{name}: {column} of {key}", positive=column != "upload")
-    time, memory, upload = map(float, values)
-    rows[key] = (time, memory, upload)
+def _span_beside(frozen: list[int], n_blocks: int, name: str) -> Span:
+    """The span that is trained where these blocks are frozen."""
+    trained = sorted(set(range(n_blocks)) - set(frozen))
+    if not trained or len(trained) != trained[-1] - trained[0] + 1 or min(frozen, default=0) < 0:
+        raise InvalidTable(
+            f"{name}: with blocks {frozen} frozen of {n_blocks}, the trained ones are "
+            f"{trained}; expected one contiguous range"
+        )
+    return Span(trained[0], trained[-1] + 1)
 
 
 def _of_fractions(
-    rows: Mapping[Configuration, tuple[float, float, float]], n_blocks: int, **facts: Any
+    rows: Mapping[Configuration, Sequence[float]], n_blocks: int, **facts: Any
 ) -> ProfileTable:
-    spans = tuple(sorted(rows))
-    time, memory, upload = np.array([rows[span] for span in spans], dtype=np.float64).T
+    spans = sorted(rows)
     return ProfileTable(
+        **_columns(spans, [rows[span] for span in spans]),
         method="span",
         variant="qff",
         source="published",
         n_blocks=n_blocks,
-        configurations=spans,
-        time=time,
-        memory=memory,
-        upload=upload,
         memory_kind="rss",
         batch=PUBLISHED_BATCH,
         **facts,
@@ -520,33 +521,26 @@ def _of_fractions(
 
 
 def _to_text(table: ProfileTable) -> str:
-    keys: list[list[Any]] = [[key] for key in table.configurations]
     columns = ["width"]
+    keys: list[list[Any]] = [[key] for key in table.configurations]
     if table.method == "span":
         columns, keys = ["blocks"], [[str(key)] for key in table.configurations]
         spans = [key for key in table.configurations if isinstance(key, Span)]
         if len(spans) == len(keys):
             columns, keys = ["start", "stop"], [[span.start, span.stop] for span in spans]
     rows = [[*key, *cost] for key, cost in zip(keys, table.costs, strict=True)]
+    facts = {key: getattr(table, key) for key in (*_TEXTS, "source", "n_blocks", "batch")}
     head = {
         "format": FORMAT,
-        "model": table.model,
-        "method": table.method,
-        "variant": table.variant,
-        "backend": table.backend,
-        "source": table.source,
-        "n_blocks": table.n_blocks,
-        "batch": table.batch,
+        **facts,
         "hardware": None if table.hardware is None else asdict(table.hardware),
         "error": dict(table.error),
         "columns": [*columns, *Cost._fields],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    checksum = json.dumps(_checksum(rows))
-    return (
-        "\n".join(["{", *lines, ' "rows": [', body, " ],", f' "checksum": {checksum}', "}"]) + "\n"
-    )
+    end = f' ],\n "checksum": "{_checksum(rows)}"\n}}\n'
+    return "\n".join(["{", *lines, ' "rows": [', body, end])
 
 
 def _checksum(rows: Sequence[Sequence[Any]]) -> str:

@@ -7,6 +7,7 @@ scales that were measured before, and all use the same int8 kernels.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,31 @@ from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting
 from cocofl.freeze import VARIANTS, KernelPlan, State, backend_names, chain_state, freeze
 from cocofl.profiling.subject import Inputs, Subject, training_step
-from cocofl.profiling.table import METHODS, write_whole
-from cocofl.span import Span
+from cocofl.profiling.table import (
+    METHODS,
+    Configuration,
+    Cost,
+    ProfileTable,
+    spans_with_head,
+    write_whole,
+)
+from cocofl.span import Blocks, Span, all_spans
 
+# The paper's 50 steps, and the levels its baselines use: FjORD's, and those of Transformers.
+LEVELS = (0.125, 0.2, 0.4, 0.6, 0.625, 0.8, 0.8125)
+STEPS = tuple(round(float(width), 4) for width in np.linspace(0.1, 1.0, 50))
+WIDTHS = tuple(sorted({*STEPS, *LEVELS}))
 _STATE, _PLAN, _SETTINGS = "state.npz", "plan.json", "settings.json"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Subject):
     """What is profiled, and how."""
 
-    model: str
     method: str = "span"
     variant: str = "qff"
     backend: str = "auto"
-    batch: int = 32
     threads: int = 1
-    num_classes: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
     head: bool = False
     """Whether the classifier, the last block, is trained beside every span."""
 
@@ -55,14 +63,44 @@ class Settings:
             raise InvalidSetting(f"threads is {self.threads}; expected at least 1")
 
     @property
-    def subject(self) -> Subject:
-        """The model and its mini-batch."""
-        return Subject(self.model, self.batch, self.num_classes, self.options)
-
-    @property
     def integers(self) -> bool:
         """Whether frozen blocks are computed in int8."""
         return self.method == "span" and self.variant == "qff"
+
+    def spans(self, n_blocks: int) -> list[Blocks]:
+        """All spans, alone or each with the classifier."""
+        return spans_with_head(n_blocks) if self.head else [*all_spans(n_blocks)]
+
+    def table(
+        self, costs: Mapping[Configuration, Cost], n_blocks: int, **facts: Any
+    ) -> ProfileTable:
+        """What was found of all configurations; six digits of a time are more than it is worth."""
+        spans = self.method == "span"
+        known = {
+            "model": self.model,
+            "method": self.method,
+            "variant": self.variant if spans else "",
+            "backend": self.backend if spans else "",
+            "batch": self.batch,
+        }
+        rows = {key: cost._replace(step_s=six_digits(cost.step_s)) for key, cost in costs.items()}
+        return ProfileTable.from_costs(rows, n_blocks=n_blocks, **(known | facts))
+
+
+def six_digits(seconds: float) -> float:
+    """As many digits as a table has."""
+    return float(f"{seconds:.6g}")
+
+
+def interpolated(costs: Mapping[float, Cost]) -> dict[Configuration, Cost]:
+    """The costs of all widths from those of some: they grow smoothly in between."""
+    known = sorted(costs)
+    columns = [
+        np.interp(WIDTHS, known, [getattr(costs[width], name) for width in known]).tolist()
+        for name in ("step_s", "tensor_bytes", "upload_bytes")
+    ]
+    rows = zip(WIDTHS, *columns, strict=True)
+    return {width: Cost(step, None, round(peak), round(up)) for width, step, peak, up in rows}
 
 
 def measured_state(chain: BlockChain, inputs: Inputs) -> State:
@@ -75,13 +113,13 @@ def measured_state(chain: BlockChain, inputs: Inputs) -> State:
     return chain_state(chain) | net.update().tensors
 
 
-def fill_plan(chain: BlockChain, state: State, settings: Settings, plan: KernelPlan) -> None:
-    """Choose the kernel of every map: each block once frozen, once passing."""
-    n = len(chain)
-    for span in (Span(n - 1, n), Span(0, 1)):
-        freeze(
-            chain, span, variant=settings.variant, backend=settings.backend, state=state, plan=plan
-        )
+def kernel_plan(settings: Settings, chain: BlockChain, state: State) -> KernelPlan:
+    """The kernel of every map: each block once frozen, once passing."""
+    plan, n = KernelPlan(), len(chain)
+    if settings.integers and n > 1:
+        for span in (Span(n - 1, n), Span(0, 1)):
+            freeze(chain, span, backend=settings.backend, state=state, plan=plan)
+    return plan
 
 
 def prepare(folder: Path, settings: Settings) -> None:
@@ -91,13 +129,11 @@ def prepare(folder: Path, settings: Settings) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     plan = KernelPlan()
     if settings.method == "span":
-        chain, inputs = settings.subject.chain()
+        chain, inputs = settings.chain()
         state = measured_state(chain, inputs)
-        with (folder / _STATE).open("wb") as file:
-            arrays: dict[str, Any] = {key: t.numpy() for key, t in state.items()}
-            np.savez(file, **arrays)
-        if settings.integers and len(chain) > 1:
-            fill_plan(chain, state, settings, plan)
+        arrays: dict[str, Any] = {key: t.numpy() for key, t in state.items()}
+        np.savez(folder / _STATE, **arrays)
+        plan = kernel_plan(settings, chain, state)
     plan.save(folder / _PLAN)
     write_whole(folder / _SETTINGS, json.dumps(asdict(settings)) + "\n")
 

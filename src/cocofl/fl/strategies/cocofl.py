@@ -10,7 +10,7 @@ from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
 from cocofl.fl.strategies.facts import PROPOSED, SPANS, StrategyFacts, declares
 from cocofl.freeze import VARIANTS
-from cocofl.profiling.head import beside_head, spans_alone
+from cocofl.profiling.table import beside_head, spans_alone
 
 
 @declares(
