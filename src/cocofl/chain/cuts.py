@@ -129,9 +129,7 @@ def named_cuts(layout: Layout, names: Sequence[str]) -> list[int]:
 def _main_values(trace: Trace, example: Sequence[Any], model: nn.Module) -> dict[fx.Node, bool]:
     """The values a gradient flows through, and whether each is a single tensor."""
     kinds = _Kinds(trace, example, model)
-    with left_as_it_was(model), torch.no_grad():
-        for module in model.modules():
-            module.training = False
+    with left_as_it_was(model, training=False), torch.no_grad():
         kinds.run(*[value.clone() for value in example])  # it may be overwritten
     main: dict[fx.Node, bool] = {}
     for node in trace.graph.nodes:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph_module import _assign_attr
 
-from cocofl.chain.blocks import BlockChain, GraphBlock, Wiring, example_inputs, nested
+from cocofl.chain.blocks import BlockChain, GraphBlock, Wiring, example_inputs
 from cocofl.chain.cuts import Layout, default_cuts, fine_cuts, lay_out, named_cuts
 from cocofl.chain.trace import Trace, trace
 from cocofl.errors import CannotSplit
@@ -63,20 +64,20 @@ def _build(
     traced = layout.trace
     saved = model.state_dict(keep_vars=True)
     blocks, wiring = [], []
-    for start, stop in pairwise([0, *cuts, len(traced.steps)]):
+    # The output, and constants that it returns, lie after the last step: the last block has them.
+    for start, stop in pairwise([0, *cuts, len(traced.steps) + 1]):
         taken, result = _taken(layout, start, stop), _result(layout, start, stop)
         graph = _cut_out(traced, start, stop, taken, result)
         blocks.append(_block(traced, graph, saved))
-        wiring.append(Wiring(_names(taken), _names(_returned(traced, result))))
+        names = [tuple(n.name for n in nodes) for nodes in (taken, _returned(traced, result))]
+        wiring.append(Wiring(*names))
 
-    keys, rest = _state_keys(blocks, saved)
-    chain = BlockChain(
-        [("", block) for block in blocks],
-        wiring=wiring,
-        example=inputs,
-        rest=nested(rest),
-        keys=keys,
-    )
+    keys, unused = _state_keys(blocks, saved)
+    rest = nn.Module()
+    for key, tensor in unused.items():
+        _assign_attr(tensor, rest, key)
+    named = [("", block) for block in blocks]
+    chain = BlockChain(named, wiring=wiring, example=inputs, rest=rest, keys=keys)
     own = set(model.modules())
     for module in chain.modules():
         if module not in own:
@@ -84,29 +85,24 @@ def _build(
     return chain
 
 
-def _names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    return tuple(node.name for node in nodes)
-
-
-def _taken(layout: Layout, start: int, stop: int) -> tuple[fx.Node, ...]:
+def _taken(layout: Layout, start: int, stop: int) -> list[fx.Node]:
     """The values that the block of steps ``start:stop`` takes, its main tensor first."""
     places = layout.trace.places
-    n = len(layout.trace.steps)
     taken = []
     for node in layout.trace.graph.nodes:
-        used = any(start <= places[user] < stop or places[user] == stop == n for user in node.users)
+        used = any(start <= places[user] < stop for user in node.users)
         if (start == 0 and node.op == "placeholder") or (places[node] < start and used):
             taken.append(node)
     if start > 0:
         (main,) = layout.alive[start]
         taken.sort(key=lambda node: node is not main)
-    return tuple(taken)
+    return taken
 
 
 def _result(layout: Layout, start: int, stop: int) -> Any:
     """What the block of steps ``start:stop`` returns: one node, a tuple, or what the model does."""
     trace = layout.trace
-    if stop == len(trace.steps):
+    if stop > len(trace.steps):
         return trace.graph.output_node().args[0]
     (main,) = layout.alive[stop]
     others = [
@@ -123,10 +119,9 @@ def _returned(trace: Trace, result: Any) -> tuple[fx.Node, ...]:
     """The nodes of a result; a dict or the like counts as one value, the model's output."""
     if isinstance(result, fx.Node):
         return (result,)
-    if isinstance(result, tuple) and len(result) > 1:
-        nodes = tuple(node for node in result if isinstance(node, fx.Node))
-        if len(nodes) == len(result):
-            return nodes
+    several = isinstance(result, tuple) and len(result) > 1
+    if several and all(isinstance(part, fx.Node) for part in result):
+        return tuple(result)
     return (trace.graph.output_node(),)
 
 
@@ -135,12 +130,8 @@ def _cut_out(
 ) -> fx.Graph:
     graph = fx.Graph()
     copies = {node: graph.create_node("placeholder", node.name, name=node.name) for node in taken}
-    n = len(traced.steps)
     for node in traced.graph.nodes:
-        place = traced.places[node]
-        if node.op in ("placeholder", "output"):
-            continue
-        if start <= place < stop or place == stop == n:
+        if node.op not in ("placeholder", "output") and start <= traced.places[node] < stop:
             copies[node] = graph.node_copy(node, lambda value: copies[value])
     graph.output(fx.node.map_arg(result, lambda value: copies[value]))
     return graph
