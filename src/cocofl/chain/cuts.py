@@ -61,17 +61,13 @@ def lay_out(trace: Trace, example: Sequence[Any], model: nn.Module) -> Layout:
         if 0 <= trace.places[node] < n and trace.parameters(node):
             weighty[trace.places[node]] = True
     alive: list[list[fx.Node]] = [[] for _ in range(n + 1)]
-    tangled = [False] * (n + 1)
-    for node, single in _main_values(trace, example, model).items():
+    is_single = _main_values(trace, example, model)
+    for node in is_single:
         last = max((trace.places[user] for user in node.users), default=-1)
         for place in range(trace.places[node] + 1, last + 1):
             alive[place].append(node)
-            tangled[place] |= not single
-    possible = frozenset(
-        place
-        for place in range(1, n)
-        if len(alive[place]) == 1 and not tangled[place] and alive[place][0].op != "placeholder"
-    )
+    single = [[v for v in values if is_single[v] and v.op != "placeholder"] for values in alive]
+    possible = frozenset(p for p in range(1, n) if len(alive[p]) == len(single[p]) == 1)
     return Layout(trace, tuple(map(tuple, alive)), tuple(weighty), possible)
 
 

@@ -348,7 +348,8 @@ class _Merge:
     def same_operation(self, a: fx.Node, b: fx.Node) -> bool:
         if a.op == b.op == "get_attr":
             x, y = self.one.values[str(a.target)], self.other.values[str(b.target)]
-            return x is y or (isinstance(x, Tensor) and isinstance(y, Tensor) and _equal(x, y))
+            tensors = isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype == y.dtype
+            return x is y or (tensors and torch.equal(x, y))
         return a.op == b.op and a.target == b.target
 
     def merged(self, a: fx.Node, b: fx.Node, x: Any, y: Any) -> Any:
@@ -391,10 +392,6 @@ class _Merge:
             f"it does {self.difference}: see {names}",
             [path for path in single + common[::-1] if not is_layer(root.get_submodule(path))],
         )
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
 
 
 def _place_before_users(graph: fx.Graph) -> None:

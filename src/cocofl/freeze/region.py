@@ -13,12 +13,11 @@ from torch.utils import _pytree as pytree
 
 from cocofl.chain.blocks import last_uses
 from cocofl.errors import CannotLower, InvalidSetting
-from cocofl.freeze.fusion import affine, fold
+from cocofl.freeze.fusion import affine_of, fold_affine
 from cocofl.freeze.gradient import InputGradient
-from cocofl.freeze.grids import Rounding
 from cocofl.freeze.kernels import Kernel, LinearMap, Prepared
 from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, ValueName
-from cocofl.freeze.scheme import QuantizationScheme, SchemeStep
+from cocofl.freeze.scheme import QuantizationScheme, Rounding, SchemeStep
 from cocofl.freeze.steps import (
     ActStep,
     CatStep,
@@ -34,15 +33,6 @@ from cocofl.freeze.steps import (
 from cocofl.numerics import MIDDLE, Codes, Grid, as_float, quantize_weight
 
 ChooseKernel = Callable[[LinearMap], Kernel]
-
-
-class OperationInfo(NamedTuple):
-    """One line of ``describe()``."""
-
-    block: int
-    role: str
-    operation: str
-    kernel: str
 
 
 class IntegerSettings(NamedTuple):
@@ -64,9 +54,7 @@ class IntegerRegion:
         settings: IntegerSettings,
     ) -> None:
         self.passing, self.inputs, self._ends = scheme.passing, scheme.inputs, scheme.ends
-        leaves, self._structure = pytree.tree_flatten(scheme.outputs)
-        self._leaves: list[Any] = leaves
-        self.operations: list[OperationInfo] = []
+        self._outputs = scheme.outputs
         _refuse_other_than_float32(blocks)
         shapes = {name: shape for _, low, _ in blocks for name, shape in low.shapes.items()}
         graphs = {op.name: graph for _, low, graph in blocks for op in low.operations}
@@ -78,11 +66,7 @@ class IntegerRegion:
             _compiled(step, graphs.get(step.name), shapes, grid_of, settings, scheme.passing)
             for step in scheme.steps
         ]
-        kernels = {step.name: step.kernel for step in self._steps}
-        role = "passing" if scheme.passing else "frozen"
-        for index, low, _ in blocks:
-            for op, text in zip(low.operations, low.descriptions, strict=True):
-                self.operations.append(OperationInfo(index, role, text, kernels[op.name]))
+        self.kernels = {step.name: step.kernel for step in self._steps}
         self._release = last_uses([(*s.inputs, s.name) for s in self._steps], self._ends)
 
     def forward(self, inputs: Sequence[Any], *, keep: bool) -> tuple[list[Any], list[Any]]:
@@ -124,8 +108,7 @@ class IntegerRegion:
             with torch.no_grad():
                 ends, _ = self.forward(inputs, keep=False)
         values = dict(zip(self._ends, ends if sound else map(_broken, ends), strict=True))
-        leaves = [values[x] if isinstance(x, ValueName) else x for x in self._leaves]
-        return pytree.tree_unflatten(leaves, self._structure)
+        return pytree.tree_map_only(ValueName, values.__getitem__, self._outputs)
 
 
 def _is_finite(x: Any) -> bool:
@@ -214,13 +197,17 @@ def _compiled(
 
 def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None]:
     """The float weight, as a kernel has it, and bias of a layer with its BatchNorm folded in."""
-    norm = None if op.norm is None else block.get_submodule(op.norm)
-    assert norm is None or isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    affine = None
+    if op.norm is not None:
+        norm: Any = block.get_submodule(op.norm)
+        affine = affine_of(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
     if op.layer is None or op.kind is None:
-        assert norm is not None
-        factor, offset = affine(norm)
-        return factor.view(-1, 1, 1, 1), offset
-    weight, bias = fold(block.get_submodule(op.layer), norm)
+        assert affine is not None
+        return affine.factor.view(-1, 1, 1, 1), affine.offset
+    layer: Any = block.get_submodule(op.layer)
+    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    if affine is not None:
+        weight, bias = fold_affine(weight, bias, affine)
     return op.kind.to_image(weight), bias
 
 

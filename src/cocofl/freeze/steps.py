@@ -16,12 +16,11 @@ from torch.utils import _pytree as pytree
 
 from cocofl.chain.trace import is_layer
 from cocofl.errors import InvalidExample
-from cocofl.freeze.block_copy import copy_block
-from cocofl.freeze.grids import Rounding
 from cocofl.freeze.kernels import Prepared
-from cocofl.freeze.nodes import node_function, run_nodes
-from cocofl.freeze.operations import Activation, NodeOp
-from cocofl.freeze.scheme import SchemeStep
+from cocofl.freeze.layout import channels_last
+from cocofl.freeze.operations import Activation, NodeOp, node_function
+from cocofl.freeze.scheme import Rounding, SchemeStep
+from cocofl.freeze.traced_blocks import copy_block
 from cocofl.numerics import (
     LARGEST_CODE,
     MIDDLE,
@@ -47,19 +46,23 @@ class Sink(dict[str, Gradient]):
         self[value] = gradient if present is None else as_float(present) + as_float(gradient)
 
 
-def floats_of(value: Any) -> Any:
-    """A value with the codes in it dequantized, wherever they stand in its structure."""
-    if isinstance(value, Codes):
-        return value.dequantize()
+def _changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A value with all of one kind in it changed, wherever they stand in its structure."""
+    if isinstance(value, kind):
+        return change(value)
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return type(value)(floats_of(part) for part in value)
+        return type(value)(_changed(part, kind, change) for part in value)
     return value
+
+
+def floats_of(value: Any) -> Any:
+    """A value with the codes in it dequantized."""
+    return _changed(value, Codes, Codes.dequantize)
 
 
 def _to_codes(x: Tensor, grid: Grid | None, *, unsigned: bool = False) -> Codes:
     """On the known grid, or on the fly."""
-    if x.ndim == 4:
-        x = x.contiguous(memory_format=torch.channels_last)
+    x = channels_last(x)
     return quantize_on_the_fly(x, unsigned=unsigned) if grid is None else quantize(x, grid)
 
 
@@ -231,7 +234,7 @@ class CatStep(Step):
         """Each part gets its slice."""
         values = gradient.values if isinstance(gradient, Codes) else gradient
         for name, part in zip(self.inputs, values.split_with_sizes(kept, self._dim), strict=True):
-            own = part.contiguous(memory_format=torch.channels_last)
+            own = channels_last(part)
             sink.put(name, Codes(own, gradient.grid) if isinstance(gradient, Codes) else own)
 
 
@@ -258,7 +261,8 @@ class NodeStep(Step):
         if isinstance(source, Codes):
             result = self._apply(lambda name: _raw(env[name]))
             others = {name: env[name] for name in self.inputs[1:]}
-            return _recode(result, source.grid), _Replay(source.values.shape, others)
+            coded = _changed(result, Tensor, lambda moved: Codes(moved, source.grid))
+            return coded, _Replay(source.values.shape, others)
         if not keep:
             return self._apply(lambda name: floats_of(env[name])), None
         leaves, result = self._traced(env)
@@ -271,7 +275,7 @@ class NodeStep(Step):
             value = read(name)
             return value.clone() if self._op.overwrites and isinstance(value, Tensor) else value
 
-        return run_nodes(self._op, own, self._functions.__getitem__)
+        return self._op.run(own, self._functions.__getitem__)
 
     def _traced(self, env: Environment) -> tuple[dict[str, Tensor], Any]:
         leaves = {
@@ -303,14 +307,6 @@ class NodeStep(Step):
 
 def _raw(value: Any) -> Any:
     return value.values if isinstance(value, Codes) else value
-
-
-def _recode(result: Any, grid: Grid) -> Any:
-    if isinstance(result, Tensor):
-        return Codes(result, grid)
-    if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
-        return type(result)(_recode(part, grid) for part in result)
-    return result
 
 
 def _function(node: fx.Node, block: nn.Module) -> Callable[..., Any]:
