@@ -101,7 +101,7 @@ SITE = "scales.0._0_2.output"
         (lambda s: s.pop("2.1.running_var"), "lacks '2.1.running_var'"),
         (
             lambda s: s.update({"0.0.wieght": torch.zeros(1)}),
-            "has '0.0.wieght', which .* the nearest known key is '0.0.weight'",
+            "has '0.0.wieght', which .* \\(did you mean 0.0.weight\\?\\)",
         ),
         (lambda s: s.update(zebra=torch.zeros(1)), "has 'zebra', which this chain does not know$"),
         (

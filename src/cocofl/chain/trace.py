@@ -255,22 +255,19 @@ def _run_encoder(encoder: nn.TransformerEncoder, x: Any) -> Any:
 
 def _input_names(model: nn.Module, n_inputs: int) -> list[str]:
     """The names of the first inputs of ``model.forward``."""
-    names: list[str] = []
-    least = 0
-    for parameter in inspect.signature(model.forward).parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}_{i}" for i in range(n_inputs - len(names))]
-        elif parameter.kind is not parameter.VAR_KEYWORD:
-            needed = parameter.default is parameter.empty
-            if parameter.kind is not parameter.KEYWORD_ONLY:
-                names.append(parameter.name)
-            least += needed
-    if not least <= n_inputs <= len(names):
+    signature = inspect.signature(model.forward)
+    try:
+        given = signature.bind(*range(n_inputs)).arguments
+    except TypeError as error:
         raise InvalidExample(
             f"the example has {n_inputs} inputs, but {type(model).__name__}.forward takes "
-            f"({', '.join(names)}), of which {least} are needed"
-        )
-    return names[:n_inputs]
+            f"{signature}: {error}"
+        ) from error
+    names: list[str] = []
+    for name, value in given.items():
+        several = isinstance(value, tuple)  # what ``*inputs`` takes in
+        names += [f"{name}_{i}" for i in range(len(value))] if several else [name]
+    return names
 
 
 def _trace_modes(model: nn.Module, n_inputs: int, opaque: dict[str, str]) -> Trace:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from cocofl.freeze.layers import is_plain
@@ -73,15 +73,15 @@ def fused(block: nn.Module, flat: Container[str] = ()) -> nn.Module:
         layer, norm = modules[path], modules[str(norm_node.target)]
         if not (_is_norm(norm) and len(layer_node.users) == 1 and _uses(graph, path) == 1):
             continue
-        assert isinstance(norm, _BatchNorm)
+        fuse: Callable[..., nn.Module] | None = None
         if is_plain(layer, nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            folded[path] = modules[path] = fuse_conv_bn_eval(layer, norm)
+            fuse = fuse_conv_bn_eval
         elif is_plain(layer, nn.Linear) and layer_node.name in flat:
-            folded[path] = modules[path] = fuse_linear_bn_eval(layer, norm)
-        else:
-            continue
-        norm_node.replace_all_uses_with(layer_node)
-        graph.erase_node(norm_node)
+            fuse = fuse_linear_bn_eval
+        if fuse is not None:
+            folded[path] = modules[path] = fuse(layer, norm)
+            norm_node.replace_all_uses_with(layer_node)
+            graph.erase_node(norm_node)
     result = fx.GraphModule(traced, graph)
     for path, module in folded.items():
         result.set_submodule(path, module)

@@ -312,10 +312,8 @@ def _non_negative(
     operations: Iterable[Operation], block: nn.Module, known: set[str]
 ) -> Iterator[str]:
     for op in operations:
-        if isinstance(op, MapOp):
+        if isinstance(op, MapOp | ActOp):
             positive = op.activation is not None
-        elif isinstance(op, ActOp):
-            positive = True
         elif isinstance(op, CatOp):
             positive = known.issuperset(op.inputs)
         else:

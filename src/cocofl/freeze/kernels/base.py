@@ -14,7 +14,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,13 +56,9 @@ class LinearMap:
         return f"conv {per_group * g.groups}>{out} {walk} {pads} z{self.input_zero_point} on {size}"
 
 
-class Prepared(Protocol):
-    """A linear map ready to run."""
-
-    def __call__(
-        self, x: Codes, out: Grid | None, addend: Codes | Tensor | None, /
-    ) -> Codes | Tensor:
-        """Codes on ``out``, or float32 where ``out`` is None; ``addend`` is left untouched."""
+Prepared = Callable[[Codes, Grid | None, Codes | Tensor | None], Codes | Tensor]
+"""A linear map ready to run: from an input, the grid of the result and an addend to codes on that
+grid, or to float32 where it is None. The addend is left untouched."""
 
 
 @dataclass(frozen=True)
