@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from cocofl import Role, Span, all_spans, chain_state, freeze, split
 from cocofl.freeze import VARIANTS, Network
-from cocofl.freeze.block_copy import copy_block
-from cocofl.freeze.floating import fused
+from cocofl.freeze.fusion import fused
 from cocofl.freeze.kernels import kernel, safe_weight_bits
 from cocofl.freeze.net import integer_part
 from cocofl.freeze.region import IntegerSettings
+from cocofl.freeze.traced_blocks import copy_block
 from cocofl.numerics import HEADROOM, quantize_on_the_fly
 from tests.freeze.trained import Trained, digits
 

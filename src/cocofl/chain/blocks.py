@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from cocofl.errors import CannotSplit, InvalidExample
@@ -23,6 +22,47 @@ class Wiring:
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    def handed_on(self, result: Any) -> dict[str, Any]:
+        """By name what a block that returns this hands on."""
+        results = result if len(self.outputs) > 1 else [result]
+        return dict(zip(self.outputs, results, strict=True))
+
+
+def last_uses(reads: Sequence[Iterable[str]], kept: Collection[str] = ()) -> list[list[str]]:
+    """For each step the values that no later step reads, given the values that each reads."""
+    last = {name: i for i, names in enumerate(reads) for name in names}
+    finished: list[list[str]] = [[] for _ in reads]
+    for name, i in last.items():
+        if name not in kept:
+            finished[i].append(name)
+    return finished
+
+
+class Flow:
+    """How named values flow from call to call; each is dropped when the last has taken it."""
+
+    def __init__(self, inputs: Sequence[str], wiring: Sequence[Wiring]) -> None:
+        self._inputs, self._wiring = inputs, wiring
+        self._finished = last_uses([wires.inputs for wires in wiring])
+
+    def run(self, calls: Iterable[Callable[..., Any]], inputs: Sequence[Any]) -> Any:
+        """What the last call returns."""
+        if len(inputs) != len(self._inputs):
+            raise InvalidExample(
+                f"the network takes {len(self._inputs)} inputs ({', '.join(self._inputs)}), "
+                f"not {len(inputs)}"
+            )
+        values = dict(zip(self._inputs, inputs, strict=True))
+        del inputs
+        result: Any = None
+        for call, wiring, finished in zip(calls, self._wiring, self._finished, strict=True):
+            arguments = [values[name] for name in wiring.inputs]
+            for name in finished:
+                del values[name]
+            result = call(*arguments)
+            values |= wiring.handed_on(result)
+        return result
 
 
 class BlockChain(nn.Module):
@@ -69,8 +109,8 @@ class BlockChain(nn.Module):
         self.rest = nn.Module() if rest is None else rest
         names = [f"x{i}" for i in range(len(self.blocks) + 1)]
         self.wiring = tuple(wiring or (Wiring((a,), (b,)) for a, b in pairwise(names)))
+        self._flow = Flow(self.wiring[0].inputs, self.wiring)
         self.example = None if example is None else example_inputs(example)
-        self._last_uses = _last_uses(self.wiring)
         _refuse_shared_weights(self.blocks)
 
         self._places: dict[str, list[str]] = {}
@@ -88,23 +128,7 @@ class BlockChain(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """What the model returns."""
-        names = self.wiring[0].inputs
-        if len(inputs) != len(names):
-            raise InvalidExample(
-                f"the chain takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}"
-            )
-        values = dict(zip(names, inputs, strict=True))
-        result: Any = None
-        for block, wiring, last in zip(self.blocks, self.wiring, self._last_uses, strict=True):
-            arguments = [values[name] for name in wiring.inputs]
-            for name in last:
-                del values[name]
-            result = block(*arguments)
-            if len(wiring.outputs) == 1:
-                values[wiring.outputs[0]] = result
-            else:
-                values.update(zip(wiring.outputs, result, strict=True))
-        return result
+        return self._flow.run(self.blocks, inputs)
 
     def block_keys(self, index: int) -> tuple[str, ...]:
         """The state-dict keys (parameters and persistent buffers) of one block."""
@@ -119,11 +143,9 @@ class GraphBlock(fx.GraphModule):
     """
 
     def __init__(
-        self, attributes: Mapping[str, Any] | nn.Module, graph: fx.Graph, unsaved: Iterable[str]
+        self, attributes: dict[str, Any] | nn.Module, graph: fx.Graph, unsaved: Iterable[str]
     ) -> None:
-        super().__init__(
-            attributes if isinstance(attributes, nn.Module) else dict(attributes), graph
-        )
+        super().__init__(attributes, graph)
         self.unsaved = tuple(unsaved)
         self._leave_out_unsaved()
 
@@ -186,16 +208,6 @@ def _named_blocks(
     return result
 
 
-def _last_uses(wiring: Sequence[Wiring]) -> list[list[str]]:
-    """For each block the values that no later block takes."""
-    last: list[list[str]] = []
-    seen: set[str] = set()
-    for block in reversed(wiring):
-        last.append([name for name in dict.fromkeys(block.inputs) if name not in seen])
-        seen.update(block.inputs)
-    return last[::-1]
-
-
 def _refuse_shared_weights(blocks: nn.ModuleList) -> None:
     owner: dict[nn.Parameter, int] = {}
     for i, block in enumerate(blocks):
@@ -244,20 +256,3 @@ def _from_own_keys(
     for key, places in chain._places.items():
         for place in places:
             state[prefix + place] = given.get(key, present[place])
-
-
-def nested(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A module that holds the tensors under their dotted names and does nothing."""
-    root = nn.Module()
-    for key, tensor in tensors.items():
-        *path, name = key.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(name, tensor)
-        elif isinstance(tensor, torch.Tensor):
-            module.register_buffer(name, tensor)
-    return root

@@ -61,17 +61,16 @@ def lay_out(trace: Trace, example: Sequence[Any], model: nn.Module) -> Layout:
         if 0 <= trace.places[node] < n and trace.parameters(node):
             weighty[trace.places[node]] = True
     alive: list[list[fx.Node]] = [[] for _ in range(n + 1)]
-    tangled = [False] * (n + 1)
-    for node, single in _main_values(trace, example, model).items():
+    main = _MainValues(trace, example, model)
+    with left_as_it_was(model, training=False), torch.no_grad():
+        main.run(*[value.clone() for value in example])  # it may be overwritten
+    is_single = main.is_single
+    for node in is_single:
         last = max((trace.places[user] for user in node.users), default=-1)
         for place in range(trace.places[node] + 1, last + 1):
             alive[place].append(node)
-            tangled[place] |= not single
-    possible = frozenset(
-        place
-        for place in range(1, n)
-        if len(alive[place]) == 1 and not tangled[place] and alive[place][0].op != "placeholder"
-    )
+    single = [[v for v in values if is_single[v] and v.op != "placeholder"] for values in alive]
+    possible = frozenset(p for p in range(1, n) if len(alive[p]) == len(single[p]) == 1)
     return Layout(trace, tuple(map(tuple, alive)), tuple(weighty), possible)
 
 
@@ -126,36 +125,15 @@ def named_cuts(layout: Layout, names: Sequence[str]) -> list[int]:
     return places
 
 
-def _main_values(trace: Trace, example: Sequence[Any], model: nn.Module) -> dict[fx.Node, bool]:
-    """The values a gradient flows through, and whether each is a single tensor."""
-    kinds = _Kinds(trace, example, model)
-    with left_as_it_was(model), torch.no_grad():
-        for module in model.modules():
-            module.training = False
-        kinds.run(*[value.clone() for value in example])  # it may be overwritten
-    main: dict[fx.Node, bool] = {}
-    for node in trace.graph.nodes:
-        if node.op in ("get_attr", "output") or not kinds.floats[node]:
-            continue
-        inputs = node.all_input_nodes
-        if (
-            node.op == "placeholder"
-            or trace.parameters(node)
-            or any(value in main or trace.parameters(value) for value in inputs)
-        ):
-            main[node] = kinds.single[node]
-    return main
-
-
-class _Kinds(fx.Interpreter):
-    """Runs the graph on the example and notes what kind of value each node has."""
+class _MainValues(fx.Interpreter):
+    """Runs the graph on the example and finds the values that a gradient flows through."""
 
     def __init__(self, trace: Trace, example: Sequence[Any], model: nn.Module) -> None:
         super().__init__(model, graph=trace.graph)
         self.extra_traceback = False  # our own message says where
         self.trace, self.example, self.model = trace, example, model
-        self.floats: dict[fx.Node, bool] = {}
-        self.single: dict[fx.Node, bool] = {}
+        self.is_single: dict[fx.Node, bool] = {}
+        """Whether each of them is a single tensor."""
 
     def fetch_attr(self, target: str) -> Any:
         return False if target == "training" else self.trace.attributes[target]
@@ -171,9 +149,13 @@ class _Kinds(fx.Interpreter):
                 f"{type(self.model).__name__} does not run on the example of shape {shapes}: "
                 f"it fails in {module or 'its forward'!r} with: {error}"
             ) from error
-        tensors = _tensors(value)
-        self.floats[n] = any(t.is_floating_point() or t.is_complex() for t in tensors)
-        self.single[n] = isinstance(value, Tensor)
+        learned = any(
+            source in self.is_single or self.trace.parameters(source)
+            for source in (n, *n.all_input_nodes)
+        )
+        floats = any(t.is_floating_point() or t.is_complex() for t in _tensors(value))
+        if floats and (n.op == "placeholder" or (learned and n.op not in ("get_attr", "output"))):
+            self.is_single[n] = isinstance(value, Tensor)
         return value
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph_module import _assign_attr
 
-from cocofl.chain.blocks import BlockChain, GraphBlock, Wiring, example_inputs, nested
+from cocofl.chain.blocks import BlockChain, GraphBlock, Wiring, example_inputs
 from cocofl.chain.cuts import Layout, default_cuts, fine_cuts, lay_out, named_cuts
 from cocofl.chain.trace import Trace, trace
 from cocofl.errors import CannotSplit
@@ -63,20 +64,18 @@ def _build(
     traced = layout.trace
     saved = model.state_dict(keep_vars=True)
     blocks, wiring = [], []
-    for start, stop in pairwise([0, *cuts, len(traced.steps)]):
-        taken, result = _taken(layout, start, stop), _result(layout, start, stop)
-        graph = _cut_out(traced, start, stop, taken, result)
+    # The output, and constants that it returns, lie after the last step: the last block has them.
+    for start, stop in pairwise([0, *cuts, len(traced.steps) + 1]):
+        graph, wires = _cut_out(layout, start, stop)
         blocks.append(_block(traced, graph, saved))
-        wiring.append(Wiring(_names(taken), _names(_returned(traced, result))))
+        wiring.append(wires)
 
-    keys, rest = _state_keys(blocks, saved)
-    chain = BlockChain(
-        [("", block) for block in blocks],
-        wiring=wiring,
-        example=inputs,
-        rest=nested(rest),
-        keys=keys,
-    )
+    keys, unused = _state_keys(blocks, saved)
+    rest = nn.Module()
+    for key, tensor in unused.items():
+        _assign_attr(tensor, rest, key)
+    named = [("", block) for block in blocks]
+    chain = BlockChain(named, wiring=wiring, example=inputs, rest=rest, keys=keys)
     own = set(model.modules())
     for module in chain.modules():
         if module not in own:
@@ -84,66 +83,39 @@ def _build(
     return chain
 
 
-def _names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    return tuple(node.name for node in nodes)
-
-
-def _taken(layout: Layout, start: int, stop: int) -> tuple[fx.Node, ...]:
-    """The values that the block of steps ``start:stop`` takes, its main tensor first."""
-    places = layout.trace.places
-    n = len(layout.trace.steps)
-    taken = []
-    for node in layout.trace.graph.nodes:
-        used = any(start <= places[user] < stop or places[user] == stop == n for user in node.users)
+def _cut_out(layout: Layout, start: int, stop: int) -> tuple[fx.Graph, Wiring]:
+    """The steps ``start:stop`` as a graph, and what it takes and returns, main tensors first."""
+    traced, places = layout.trace, layout.trace.places
+    graph, copies, taken = fx.Graph(), dict[fx.Node, fx.Node](), []
+    for node in traced.graph.nodes:
+        used = any(start <= places[user] < stop for user in node.users)
         if (start == 0 and node.op == "placeholder") or (places[node] < start and used):
             taken.append(node)
     if start > 0:
         (main,) = layout.alive[start]
         taken.sort(key=lambda node: node is not main)
-    return tuple(taken)
-
-
-def _result(layout: Layout, start: int, stop: int) -> Any:
-    """What the block of steps ``start:stop`` returns: one node, a tuple, or what the model does."""
-    trace = layout.trace
-    if stop == len(trace.steps):
-        return trace.graph.output_node().args[0]
-    (main,) = layout.alive[stop]
-    others = [
-        node
-        for node in trace.graph.nodes
-        if start <= trace.places[node] < stop
-        and node is not main
-        and any(trace.places[user] >= stop for user in node.users)
-    ]
-    return (main, *others) if others else main
-
-
-def _returned(trace: Trace, result: Any) -> tuple[fx.Node, ...]:
-    """The nodes of a result; a dict or the like counts as one value, the model's output."""
-    if isinstance(result, fx.Node):
-        return (result,)
-    if isinstance(result, tuple) and len(result) > 1:
-        nodes = tuple(node for node in result if isinstance(node, fx.Node))
-        if len(nodes) == len(result):
-            return nodes
-    return (trace.graph.output_node(),)
-
-
-def _cut_out(
-    traced: Trace, start: int, stop: int, taken: Sequence[fx.Node], result: Any
-) -> fx.Graph:
-    graph = fx.Graph()
-    copies = {node: graph.create_node("placeholder", node.name, name=node.name) for node in taken}
-    n = len(traced.steps)
+    for node in taken:
+        copies[node] = graph.create_node("placeholder", node.name, name=node.name)
     for node in traced.graph.nodes:
-        place = traced.places[node]
-        if node.op in ("placeholder", "output"):
-            continue
-        if start <= place < stop or place == stop == n:
+        if node.op not in ("placeholder", "output") and start <= places[node] < stop:
             copies[node] = graph.node_copy(node, lambda value: copies[value])
+    if stop > len(traced.steps):
+        result = traced.graph.output_node().args[0]
+    else:
+        (main,) = layout.alive[stop]
+        made = [node for node in copies if places[node] >= start and node is not main]
+        others = [node for node in made if any(places[user] >= stop for user in node.users)]
+        result = (main, *others) if others else main
     graph.output(fx.node.map_arg(result, lambda value: copies[value]))
-    return graph
+    returned = result if isinstance(result, tuple) and len(result) > 1 else (result,)
+    if not all(isinstance(part, fx.Node) for part in returned):
+        # A dict or the like counts as one value, the model's output.
+        returned = (traced.graph.output_node(),)
+    return graph, Wiring(_names(taken), _names(returned))
+
+
+def _names(nodes: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
 
 
 def _block(traced: Trace, graph: fx.Graph, saved: Mapping[str, Any]) -> GraphBlock:

@@ -17,7 +17,7 @@ import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import Argument, Target
+from torch.utils import _pytree as pytree
 
 from cocofl.errors import CannotSplit, InvalidExample
 
@@ -34,18 +34,10 @@ BY_HAND = (
     "cocofl.BlockChain([stem, block1, ..., head])."
 )
 # These read a size or device of the model's input without asking torch.fx, which then gives up.
-FACTORIES = [
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "rand",
-    "randn",
-    "tensor",
-    "zeros",
-]
+FACTORIES = (
+    *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand),
+    *(torch.randn, torch.tensor, torch.zeros),
+)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -94,9 +86,9 @@ class Trace:
 
     def parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
         """The parameters that a step, or a constant before it, reads directly."""
-        value = (
-            self.attributes[str(node.target)] if node.op in ("call_module", "get_attr") else None
-        )
+        if node.op not in ("call_module", "get_attr"):
+            return {}
+        value = self.attributes[str(node.target)]
         if isinstance(value, nn.Module):
             return {f"{node.target}.{name}": p for name, p in value.named_parameters()}
         return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
@@ -111,17 +103,16 @@ def trace(model: nn.Module, n_inputs: int) -> Trace:
     """Trace the model, which is left as it was; submodules that cannot be traced stay whole."""
     opaque: dict[str, str] = {}
     while True:
-        with left_as_it_was(model):
-            try:
-                result = _trace_modes(model, n_inputs, opaque)
-                break
-            except _Failure as failure:
-                path = next((path for path in failure.suspects if path not in opaque), None)
-                if path is None:
-                    raise CannotSplit(
-                        f"cannot trace {type(model).__name__}: {failure}. {BY_HAND}"
-                    ) from failure.__cause__
-                opaque[path] = str(failure)
+        try:
+            result = _trace_modes(model, n_inputs, opaque)
+            break
+        except _Failure as failure:
+            path = next((path for path in failure.suspects if path not in opaque), None)
+            if path is None:
+                raise CannotSplit(
+                    f"cannot trace {type(model).__name__}: {failure}. {BY_HAND}"
+                ) from failure.__cause__
+            opaque[path] = str(failure)
     _warn_about(model, result.opaque)
     return result
 
@@ -169,7 +160,7 @@ for _name in (
 
 
 class _Tracer(fx.Tracer):
-    """Records, beside the graph, which module made which step."""
+    """Records, beside the graph, which module made which step, and what the graph refers to."""
 
     proxy_buffer_attributes = True
 
@@ -182,24 +173,17 @@ class _Tracer(fx.Tracer):
         self.stack: list[str] = []
         self.owners: dict[str, tuple[str, ...]] = {}
         self.failed_in: tuple[str, ...] = ()
+        self.values: dict[str, Any] = {}
+        """The tensors and modules that the graph refers to."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def create_args_for_root(
-        self,
-        root_fn: Callable[..., Any],  # noqa: ARG002
-        is_module: bool,  # noqa: ARG002
-        concrete_args: Any = None,  # noqa: ARG002
-    ) -> tuple[Any, list[Any]]:
-        names = _input_names(self.root, self.n_inputs)
-        root = self.root
-
+    def create_args_for_root(self, *_: Any, **_options: Any) -> tuple[Any, list[Any]]:
         # Parameters beyond the example keep their defaults.
-        def forward(*inputs: Any) -> Any:
-            return root.forward(*inputs)
-
-        return forward, [self.create_proxy("placeholder", name, (), {}) for name in names]
+        names = _input_names(self.root, self.n_inputs)
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        return self.root.forward, inputs
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         # A check that fails for no good input is left out of the chain.
@@ -238,18 +222,10 @@ class _Tracer(fx.Tracer):
         self.calls[index] = Call(path, m, start, self.n_steps)
         return result
 
-    def create_node(
-        self,
-        kind: str,
-        target: Target,
-        args: tuple[Argument, ...],
-        kwargs: dict[str, Argument],
-        name: str | None = None,
-        type_expr: Any | None = None,
-    ) -> fx.Node:
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise fx.proxy.TraceError("torch.no_grad() and autocast inside forward are not traced")
-        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        node = super().create_node(*args, **kwargs)
         self.n_steps += node.op.startswith("call_")
         self.owners[node.name] = tuple(self.stack)
         return node
@@ -279,22 +255,19 @@ def _run_encoder(encoder: nn.TransformerEncoder, x: Any) -> Any:
 
 def _input_names(model: nn.Module, n_inputs: int) -> list[str]:
     """The names of the first inputs of ``model.forward``."""
-    names: list[str] = []
-    least = 0
-    for parameter in inspect.signature(model.forward).parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}_{i}" for i in range(n_inputs - len(names))]
-        elif parameter.kind is not parameter.VAR_KEYWORD:
-            needed = parameter.default is parameter.empty
-            if parameter.kind is not parameter.KEYWORD_ONLY:
-                names.append(parameter.name)
-            least += needed
-    if not least <= n_inputs <= len(names):
+    signature = inspect.signature(model.forward)
+    try:
+        given = signature.bind(*range(n_inputs)).arguments
+    except TypeError as error:
         raise InvalidExample(
             f"the example has {n_inputs} inputs, but {type(model).__name__}.forward takes "
-            f"({', '.join(names)}), of which {least} are needed"
-        )
-    return names[:n_inputs]
+            f"{signature}: {error}"
+        ) from error
+    names: list[str] = []
+    for name, value in given.items():
+        several = isinstance(value, tuple)  # what ``*inputs`` takes in
+        names += [f"{name}_{i}" for i in range(len(value))] if several else [name]
+    return names
 
 
 def _trace_modes(model: nn.Module, n_inputs: int, opaque: dict[str, str]) -> Trace:
@@ -305,107 +278,97 @@ def _trace_modes(model: nn.Module, n_inputs: int, opaque: dict[str, str]) -> Tra
     train = _trace_mode(model, n_inputs, opaque, training=True)
     again = _trace_mode(model, n_inputs, opaque, training=True)
     evaluation = _trace_mode(model, n_inputs, opaque, training=False)
-    _Merge(train, again, "not the same operations each time it is called").run(flags=False)
-    _Merge(train, evaluation, "other operations in train mode than in eval mode").run(flags=True)
+    _Merge(train, again, "not the same operations each time it is called", flags=False).run()
+    other = "other operations in train mode than in eval mode"
+    _Merge(train, evaluation, other, flags=True).run()
 
-    tracer, graph = train.tracer, train.tracer.graph
-    _place_before_users(graph)
-    steps = tuple(n for n in graph.nodes if n.op.startswith("call_") and n.target is not in_mode)
-    called = {call.path for call in tracer.calls}
+    _place_before_users(train.graph)
+    calls = [node for node in train.graph.nodes if node.op.startswith("call_")]
+    called = {call.path for call in train.calls}
     return Trace(
-        graph=graph,
-        steps=steps,
-        calls=tuple(tracer.calls),
+        graph=train.graph,
+        steps=tuple(node for node in calls if node.target is not in_mode),
+        calls=tuple(train.calls),
         attributes=train.values | {"training": model.training},
         opaque={path: reason for path, reason in opaque.items() if path in called},
-        owners=tracer.owners,
+        owners=train.owners,
     )
-
-
-class _OneMode(NamedTuple):
-    """A trace in one mode, with the tensors and modules that its graph refers to."""
-
-    tracer: _Tracer
-    values: dict[str, Any]
 
 
 def _trace_mode(
     model: nn.Module, n_inputs: int, opaque: dict[str, str], *, training: bool
-) -> _OneMode:
+) -> _Tracer:
     tracer = _Tracer(n_inputs, opaque)
-    with left_as_it_was(model):
-        for module in model.modules():
-            module.training = training
+    recorded: dict[str, Any] = {function.__name__: _recorded(function) for function in FACTORIES}
+    with left_as_it_was(model, training=training):
         try:
-            with _recorded_factories(), torch.enable_grad():
+            with mock.patch.multiple(torch, **recorded), torch.enable_grad():
                 tracer.trace(model)
         except InvalidExample:
             raise
         except Exception as error:
             raise _Failure(_describe(error), tracer.failed_in[::-1]) from error
-        values = {
-            str(node.target): _get(model, str(node.target))
-            for node in tracer.graph.nodes
-            if node.op in ("get_attr", "call_module")
-        }
-    for node in tracer.graph.nodes:
-        value = values.get(str(node.target)) if node.op == "get_attr" else None
-        if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-            raise _Failure(
-                "a tensor is computed from parameters that torch.fx cannot see; "
-                "parameters must be attributes of their module",
-                tracer.owners[node.name][::-1],
-            )
-    return _OneMode(tracer, values)
+        for node in tracer.graph.nodes:
+            if node.op not in ("get_attr", "call_module"):
+                continue
+            value = tracer.values[node.target] = operator.attrgetter(node.target)(model)
+            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                raise _Failure(
+                    "a tensor is computed from parameters that torch.fx cannot see; "
+                    "parameters must be attributes of their module",
+                    tracer.owners[node.name][::-1],
+                )
+    return tracer
 
 
 class _Merge:
-    """Compares two traces, and may put the flag ``training`` where their constants differ."""
+    """Compares two traces, and may put the flag ``training`` where their constants differ.
 
-    def __init__(self, one: _OneMode, other: _OneMode, difference: str) -> None:
+    With ``flags`` constants may differ, and the graph of ``one`` then serves both modes.
+    """
+
+    def __init__(self, one: _Tracer, other: _Tracer, difference: str, *, flags: bool) -> None:
         self.one, self.other = one, other
-        self.difference = difference
+        self.difference, self.flags = difference, flags
         self.twin: dict[fx.Node, fx.Node] = {}
 
-    def run(self, *, flags: bool) -> None:
-        """With ``flags`` constants may differ, and the graph of ``one`` then serves both modes."""
-        graphs = (self.one.tracer.graph, self.other.tracer.graph)
+    def run(self) -> None:
+        graphs = (self.one.graph, self.other.graph)
         for a, b in itertools.zip_longest(*(list(graph.nodes) for graph in graphs)):
             if a is None or b is None or not self.same_operation(a, b):
                 raise self.failure(a, b)
             self.twin[b] = a
-            args = self.merged(a, b, a.args, b.args, flags)
-            kwargs = self.merged(a, b, a.kwargs, b.kwargs, flags)
-            if flags:
+            args, kwargs = self.merged(a, b, (a.args, a.kwargs), (b.args, b.kwargs))
+            if self.flags:
                 a.args, a.kwargs = args, kwargs
 
     def same_operation(self, a: fx.Node, b: fx.Node) -> bool:
         if a.op == b.op == "get_attr":
             x, y = self.one.values[str(a.target)], self.other.values[str(b.target)]
-            return x is y or (isinstance(x, Tensor) and isinstance(y, Tensor) and _equal(x, y))
+            tensors = isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype == y.dtype
+            return x is y or (tensors and torch.equal(x, y))
         return a.op == b.op and a.target == b.target
 
-    def merged(self, a: fx.Node, b: fx.Node, x: Any, y: Any, flags: bool) -> Any:
+    def merged(self, a: fx.Node, b: fx.Node, x: Any, y: Any) -> Any:
         if isinstance(x, fx.Node) or isinstance(y, fx.Node):
             if not isinstance(y, fx.Node) or self.twin.get(y) is not x:
                 raise self.failure(a, b)
             return x
         if type(x) is type(y) and isinstance(x, tuple | list) and len(x) == len(y):
-            items = [self.merged(a, b, i, j, flags) for i, j in zip(x, y, strict=True)]
-            return type(x)(items)
+            return type(x)([self.merged(a, b, i, j) for i, j in zip(x, y, strict=True)])
         if isinstance(x, dict) and isinstance(y, dict) and list(x) == list(y):
-            return {key: self.merged(a, b, x[key], y[key], flags) for key in x}
+            return {key: self.merged(a, b, x[key], y[key]) for key in x}
         if isinstance(x, slice) and isinstance(y, slice):
             parts = ((x.start, y.start), (x.stop, y.stop), (x.step, y.step))
-            return slice(*(self.merged(a, b, i, j, flags) for i, j in parts))
+            return slice(*(self.merged(a, b, i, j) for i, j in parts))
         if type(x) is type(y) and (x == y or repr(x) == repr(y)):
             return x
-        if flags and isinstance(x, CONSTANTS) and isinstance(y, CONSTANTS):
+        if self.flags and isinstance(x, CONSTANTS) and isinstance(y, CONSTANTS):
             return self.flag(a, x, y)
         raise self.failure(a, b)
 
     def flag(self, user: fx.Node, x: Any, y: Any) -> fx.Node:
-        graph = self.one.tracer.graph
+        graph = self.one.graph
         with graph.inserting_before(user):
             flag = graph.create_node("get_attr", "training")
             if x is True and y is False:
@@ -415,10 +378,10 @@ class _Merge:
     def failure(self, a: fx.Node | None, b: fx.Node | None) -> _Failure:
         """Suspect first what only one trace was in, and then what both were in."""
         stacks = [
-            () if node is None else trace.tracer.owners[node.name]
-            for trace, node in ((self.one, a), (self.other, b))
+            () if node is None else tracer.owners[node.name]
+            for tracer, node in ((self.one, a), (self.other, b))
         ]
-        root = self.one.tracer.root
+        root = self.one.root
         common = [path for path in stacks[0] if path in stacks[1]]
         single = [path for stack in stacks for path in stack[::-1] if path not in common]
         names = " and ".join(repr(node.name) for node in (a, b) if node is not None)
@@ -426,10 +389,6 @@ class _Merge:
             f"it does {self.difference}: see {names}",
             [path for path in single + common[::-1] if not is_layer(root.get_submodule(path))],
         )
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
 
 
 def _place_before_users(graph: fx.Graph) -> None:
@@ -442,10 +401,6 @@ def _place_before_users(graph: fx.Graph) -> None:
                 copy = graph.create_node("get_attr", node.target, name=node.name)
             user.replace_input_with(node, copy)
         graph.erase_node(node)
-
-
-def _get(model: nn.Module, target: str) -> Any:
-    return functools.reduce(getattr, target.split("."), model)
 
 
 def _describe(error: Exception) -> str:
@@ -462,13 +417,15 @@ def _describe(error: Exception) -> str:
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Undo what a trace or a trial run does to the model: flags, buffers, values it keeps."""
+def left_as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """In this mode, and undo what a trace or a trial run does: flags, buffers, values it keeps."""
     before = [
         (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTRIES})
         for module in model.modules()
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for module in model.modules():
+        module.training = training
     try:
         yield
     finally:
@@ -483,27 +440,12 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-@contextmanager
-def _recorded_factories() -> Iterator[None]:
-    with ExitStack() as patches:
-        for name in FACTORIES:
-            patches.enter_context(mock.patch.object(torch, name, _recorded(getattr(torch, name))))
-        yield
-
-
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
-        found: list[fx.Proxy] = []
-
-        def note(value: Any) -> Any:
-            if isinstance(value, fx.Proxy):
-                found.append(value)
-            return value
-
-        fx.node.map_aggregate((args, kwargs), note)
-        if found:
-            return found[0].tracer.create_proxy("call_function", function, args, kwargs)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, fx.Proxy):
+                return leaf.tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 
     return record

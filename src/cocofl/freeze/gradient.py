@@ -8,7 +8,7 @@ is s×s small convolutions whose results interleave, and no product is wasted on
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -80,7 +80,7 @@ class InputGradient:
         if geometry is None:
             quantized = quantize_weight(weight.t(), bits)
             linear = LinearMap(quantized, None, None, False, MIDDLE, output_shape)
-            self._add(linear, prepare, (), ())
+            self.prepared.append((prepare(linear), (), ()))
             self.direct = True
             return
         quantized = quantize_weight(transposed(weight, geometry.groups), bits)
@@ -93,36 +93,22 @@ class InputGradient:
         ]  # fmt: skip
         for vertical, horizontal in product(*axes):
             if vertical.taps and horizontal.taps:
-                part = QuantizedWeight(
-                    _taps(quantized.codes, vertical, horizontal), quantized.scale
-                )
-                walk = Geometry(
-                    padding=(vertical.padding, horizontal.padding),
-                    dilation=geometry.dilation,
-                    groups=geometry.groups,
-                )
+                codes = quantized.codes[:, :, list(vertical.taps)][:, :, :, list(horizontal.taps)]
+                part = QuantizedWeight(codes.contiguous(), quantized.scale)
+                padding = (vertical.padding, horizontal.padding)
+                walk = replace(geometry, stride=(1, 1), padding=padding)
                 linear = LinearMap(part, None, walk, False, MIDDLE, output_shape)
-                keep = tuple(slice(p.skip, p.skip + p.count) for p in (vertical, horizontal))
-                place = tuple(
-                    slice(p.first, None, s)
-                    for p, s in zip((vertical, horizontal), geometry.stride, strict=True)
-                )
-                self._add(linear, prepare, keep, place)
+                both = (vertical, horizontal)
+                keep = tuple(slice(p.skip, p.skip + p.count) for p in both)
+                strides = zip(both, geometry.stride, strict=True)
+                place = tuple(slice(p.first, None, stride) for p, stride in strides)
+                self.prepared.append((prepare(linear), keep, place))
         self.direct = set(geometry.stride) == {1} and all(
             phase.skip == 0 and size + 2 * phase.padding - phase.reach == phase.count
             for (phase,), size in zip(axes, output_shape[2:], strict=True)
         )
         self.covers_all = all(phase.taps for axis in axes for phase in axis)
         self.input_shape = input_shape
-
-    def _add(
-        self,
-        linear: LinearMap,
-        prepare: Prepare,
-        keep: tuple[slice, ...],
-        place: tuple[slice, ...],
-    ) -> None:
-        self.prepared.append((prepare(linear), keep, place))
 
     def __call__(
         self, gradient: Codes, out: Grid | None, addend: Codes | Tensor | None
@@ -160,7 +146,3 @@ def transposed(weight: Tensor, groups: int) -> Tensor:
     out, per_group, *kernel = weight.shape
     grouped = weight.reshape(groups, out // groups, per_group, *kernel)
     return grouped.transpose(1, 2).reshape(groups * per_group, out // groups, *kernel)
-
-
-def _taps(codes: Tensor, vertical: Phase, horizontal: Phase) -> Tensor:
-    return codes[:, :, list(vertical.taps)][:, :, :, list(horizontal.taps)].contiguous()

@@ -25,6 +25,7 @@ from cocofl.freeze.kernels import (
     kernel,
     leave_out,
 )
+from cocofl.freeze.layout import channels_last
 from cocofl.numerics import Codes, Grid
 
 _REPEATS = 7
@@ -94,9 +95,7 @@ def fastest(linear_map: LinearMap) -> str:
     # Not the global generator: a run that measures must draw what one that obeys a plan draws.
     random = torch.Generator(device).manual_seed(0)
     values = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=random)
-    if len(shape) == 4:
-        values = values.contiguous(memory_format=torch.channels_last)
-    x, out = Codes(values, Grid(0.02, zero)), Grid(0.02, 0)
+    x, out = Codes(channels_last(values), Grid(0.02, zero)), Grid(0.02, 0)
     ready: dict[str, Prepared] = {}
     for k in available(device):
         try:

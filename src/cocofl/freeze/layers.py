@@ -100,7 +100,7 @@ class Convolution(LinearLayer):
 LAYERS: dict[type[nn.Module], LinearLayer] = {nn.Linear: Product(), nn.Conv2d: Convolution()}
 
 
-def is_plain(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
+def is_plain(layer: nn.Module | None, *kinds: type[nn.Module]) -> bool:
     """Whether a layer does just what PyTorch's own does, with a weight of its own.
 
     A subclass may have another forward, a hook may change what goes in and comes out, and a
@@ -108,8 +108,9 @@ def is_plain(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
     """
     own = type(layer)
     return (
-        any(
-            isinstance(layer, kind)
+        layer is not None
+        and any(
+            issubclass(own, kind)
             and own.forward is kind.forward
             and getattr(own, "_conv_forward", None) is getattr(kind, "_conv_forward", None)
             for kind in kinds

@@ -14,6 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def channels_last(x: Any) -> Any:
+    """``x``, and if it is a batch of images channels last: what every fast convolution wants."""
+    if isinstance(x, Tensor) and x.ndim == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x
+
+
 def channels_first(x: Tensor) -> Tensor:
     """``x`` with strides that nothing takes for channels last, not even those of one channel."""
     return x.contiguous().view(-1).view(x.shape)

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
 from cocofl.chain import BlockChain
+from cocofl.chain.trace import left_as_it_was
 from cocofl.errors import CannotLower
 from cocofl.freeze.kernels import Geometry
 from cocofl.freeze.layers import LAYERS, is_plain
@@ -37,21 +37,16 @@ from cocofl.freeze.operations import (
     Operation,
     ValueName,
 )
-from cocofl.freeze.traced_blocks import SeenBlock, Watch, mapped, seen_on
+from cocofl.freeze.scheme import named_values
+from cocofl.freeze.traced_blocks import SeenBlock, Watch, called_module, mapped, seen_on
 
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _CONCATENATIONS = {torch.cat, torch.concat}
 _DROPOUTS = {F.dropout, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _RELUS: dict[Any, Activation] = {
-    F.relu: Activation(),
-    torch.relu: Activation(),
-    F.relu_: Activation(),
-    torch.relu_: Activation(),
-    "relu": Activation(),
-    "relu_": Activation(),
-    F.relu6: Activation(6.0),
-    nn.ReLU: Activation(),
-    nn.ReLU6: Activation(6.0),
+    **dict.fromkeys([nn.ReLU, F.relu, F.relu_, torch.relu, torch.relu_], Activation()),
+    **dict.fromkeys(["relu", "relu_"], Activation()),
+    **dict.fromkeys([nn.ReLU6, F.relu6], Activation(6.0)),
 }
 _LAYOUTS = {
     torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.chunk, torch.split,
@@ -72,14 +67,8 @@ def lower(chain: BlockChain, *, keep_dropout: bool = False) -> tuple[LoweredBloc
 
     A frozen dropout hands its input on and so is no operation, unless ``keep_dropout``.
     """
-    modes = {module: module.training for module in chain.modules()}
-    chain.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return tuple(_lower_chain(chain, keep_dropout))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with left_as_it_was(chain, training=False), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return tuple(_lower_chain(chain, keep_dropout))
 
 
 def _lower_chain(chain: BlockChain, keep_dropout: bool) -> Iterator[LoweredBlock]:
@@ -92,10 +81,10 @@ def _lower_chain(chain: BlockChain, keep_dropout: bool) -> Iterator[LoweredBlock
     where = {name: f"input.{name}" for name in env}
     positive: frozenset[str] = frozenset()
     for index, (block, wiring) in enumerate(zip(chain.blocks, chain.wiring, strict=True)):
-        arguments = [env[name] for name in wiring.inputs]
-        seen = seen_on(index, block, arguments)
-        for name in seen.overwritten_inputs(wiring):
-            if any(name in later.inputs for later in chain.wiring[index + 1 :]):
+        seen = seen_on(index, block, [env[name] for name in wiring.inputs])
+        later = {name for other in chain.wiring[index + 1 :] for name in other.inputs}
+        for name, x in zip(wiring.inputs, seen.arguments, strict=True):
+            if isinstance(x, Tensor) and x._version and name in later:
                 raise CannotLower(
                     f"block {index} overwrites its input {name!r}, which a later block reads too; "
                     "let it work on a clone"
@@ -105,11 +94,8 @@ def _lower_chain(chain: BlockChain, keep_dropout: bool) -> Iterator[LoweredBlock
         lowered = _lower_block(index, seen, inputs, heads, positive, keep_dropout)
         positive |= lowered.non_negative
         yield lowered
-        many = len(wiring.outputs) > 1
-        env |= zip(wiring.outputs, seen.result if many else [seen.result], strict=True)
-        handed_on = dict(
-            zip(wiring.outputs, lowered.outputs if many else [lowered.outputs], strict=True)
-        )
+        env |= wiring.handed_on(seen.result)
+        handed_on = wiring.handed_on(lowered.outputs)
         for name, value in handed_on.items():
             if not isinstance(value, str) and index < len(chain) - 1:
                 raise CannotLower(
@@ -121,17 +107,12 @@ def _lower_chain(chain: BlockChain, keep_dropout: bool) -> Iterator[LoweredBlock
 
 def _heads(seen: SeenBlock) -> frozenset[fx.Node]:
     """The classifiers: linear layers that no other layer follows. They are never quantized."""
-
-    def calls(node: fx.Node, *kinds: type[nn.Module]) -> bool:
-        if node.op != "call_module":
-            return False
-        return is_plain(seen.block.get_submodule(str(node.target)), *kinds)
-
+    called = {node: called_module(node, seen.block) for node in seen.graph.nodes}
     followed: set[fx.Node] = set()
     for node in reversed(seen.graph.nodes):
-        if any(user in followed or calls(user, *LAYERS) for user in node.users):
+        if any(user in followed or is_plain(called[user], *LAYERS) for user in node.users):
             followed.add(node)
-    return frozenset(n for n in seen.graph.nodes if calls(n, nn.Linear) and n not in followed)
+    return frozenset(n for n in called if is_plain(called[n], nn.Linear) and n not in followed)
 
 
 def _lower_block(
@@ -158,7 +139,7 @@ def _lower_block(
             continue  # runs as part of the nodes that take it apart
         elif (source := passed_through(node, block)) is not None:
             names[node] = names[source]
-            if keep_dropout and not _is_identity(node, block):
+            if keep_dropout and _drops(node, block):
                 names[node] = f"{index}.{node.name}"
                 operations.append(
                     NodeOp(names[node], (node,), (names[source],), True, False, dict(names), True)
@@ -173,7 +154,7 @@ def _lower_block(
                     names[other] = names[node]
         if node in watch.shapes:
             shapes.setdefault(names[node], watch.shapes[node])
-    fused = _fuse(operations, shapes, set(_leaves(outputs)), block)
+    fused = _fuse(operations, shapes, named_values(outputs), block)
     return LoweredBlock(
         operations=tuple(fused),
         descriptions=tuple(_describe(op, block) for op in fused),
@@ -187,16 +168,16 @@ def _lower_block(
     )
 
 
-def _leaves(structure: Any) -> list[str]:
-    """The names of the values in what a block returns."""
-    return [leaf for leaf in pytree.tree_leaves(structure) if isinstance(leaf, ValueName)]
-
-
 def _kind(node: fx.Node, block: nn.Module) -> Any:
     """The function, method name or module class that a node calls."""
-    if node.op == "call_module":
-        return type(block.get_submodule(str(node.target)))
+    if (module := called_module(node, block)) is not None:
+        return type(module)
     return node.target if node.op in {"call_function", "call_method"} else None
+
+
+def _arguments(node: fx.Node, *names: str) -> dict[str, Any]:
+    """What a function is called with, wherever it was given."""
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def passed_through(node: fx.Node, block: nn.Module) -> fx.Node | None:
@@ -207,13 +188,11 @@ def passed_through(node: fx.Node, block: nn.Module) -> fx.Node | None:
     return node.all_input_nodes[0] if is_module or is_function else None
 
 
-def _is_identity(node: fx.Node, block: nn.Module) -> bool:
-    """Whether it hands its input on even when trained."""
-    if node.op == "call_module":
-        module = block.get_submodule(str(node.target))
-        return not (isinstance(module, _DropoutNd) and bool(module.p))
-    given = dict(zip(("input", "p"), node.args, strict=False)) | node.kwargs
-    return bool(given.get("p") == 0)
+def _drops(node: fx.Node, block: nn.Module) -> bool:
+    """Whether a node that hands its input on when frozen does not when trained."""
+    if (module := called_module(node, block)) is not None:
+        return isinstance(module, _DropoutNd) and bool(module.p)
+    return bool(_arguments(node, "input", "p").get("p") != 0)
 
 
 def _operation(
@@ -230,7 +209,8 @@ def _operation(
     if (activation := _RELUS.get(kind)) is not None:
         return ActOp(name, inputs[0], activation)
     if kind in _CONCATENATIONS and set(node.all_input_nodes) <= set(shapes):
-        parts, dim = _parts_and_dim(node)
+        given = _arguments(node, "tensors", "dim")
+        parts, dim = given["tensors"], given.get("dim", given.get("axis", 0))
         if len(shapes[node]) == 4 and isinstance(parts, list | tuple) and isinstance(dim, int):
             return CatOp(name, tuple(names[part] for part in parts), dim)
     layout = all(_only_moves(inner, block) for inner in nodes)
@@ -249,12 +229,6 @@ def _as_map(
     if is_plain(layer, nn.BatchNorm2d) and layer.running_mean is not None:
         return MapOp(name, x, None, None, Geometry(groups=shape[1]), norm=path)
     return None
-
-
-def _parts_and_dim(node: fx.Node) -> tuple[Any, Any]:
-    """The arguments of ``torch.cat``, wherever they were given."""
-    given = dict(zip(("tensors", "dim"), node.args, strict=False)) | node.kwargs
-    return given["tensors"], given.get("dim", given.get("axis", 0))
 
 
 def _makers(node: fx.Node, bundles: Container[fx.Node]) -> list[fx.Node]:
@@ -278,12 +252,11 @@ def _only_moves(node: fx.Node, block: nn.Module) -> bool:
 def _fuse(
     operations: list[Operation],
     shapes: dict[str, tuple[int, ...]],
-    outputs: set[str],
+    outputs: Iterable[str],
     block: nn.Module,
 ) -> list[Operation]:
     """Let each layer take in the BatchNorm, the addition and the ReLU that follow it."""
-    users = Counter(name for op in operations for name in op.inputs)
-    users.update(outputs)
+    users = Counter([*outputs, *(name for op in operations for name in op.inputs)])
     made: dict[str, Operation] = {}
 
     def only_feeds(name: str) -> MapOp | None:
@@ -318,9 +291,9 @@ def _norm(op: Operation, block: nn.Module) -> str | None:
     """Where its module is, if this is a BatchNorm with statistics and no more."""
     if isinstance(op, MapOp):
         return op.norm if op.kind is None else None
-    if not isinstance(op, NodeOp) or len(op.nodes) > 1 or op.nodes[0].op != "call_module":
+    if not isinstance(op, NodeOp) or len(op.nodes) > 1:
         return None
-    module = block.get_submodule(str(op.nodes[0].target))
+    module = called_module(op.nodes[0], block)
     tracks = isinstance(module, _BatchNorm) and module.running_mean is not None
     return str(op.nodes[0].target) if tracks else None
 
@@ -339,10 +312,8 @@ def _non_negative(
     operations: Iterable[Operation], block: nn.Module, known: set[str]
 ) -> Iterator[str]:
     for op in operations:
-        if isinstance(op, MapOp):
+        if isinstance(op, MapOp | ActOp):
             positive = op.activation is not None
-        elif isinstance(op, ActOp):
-            positive = True
         elif isinstance(op, CatOp):
             positive = known.issuperset(op.inputs)
         else:
@@ -355,18 +326,13 @@ def _non_negative(
 
 
 def _sites(
-    operations: Iterable[Operation], shapes: dict[str, tuple[int, ...]], outputs: Any
+    operations: Sequence[Operation], shapes: dict[str, tuple[int, ...]], outputs: Any
 ) -> tuple[str, ...]:
     """Every value of this block that may be held in codes, wherever the span begins and ends."""
-    operations = list(operations)
-    read_as_codes = {n for op in operations if isinstance(op, MapOp | CatOp) for n in op.inputs}
-    own = [op for op in operations if op.name in shapes]
-    ends = set(_leaves(outputs))
-    return tuple(
-        op.name
-        for op in own
-        if not isinstance(op, NodeOp) or op.name in read_as_codes or op.name in ends
-    )
+    coded = {name for op in operations if isinstance(op, MapOp | CatOp) for name in op.inputs}
+    coded |= {op.name for op in operations if not isinstance(op, NodeOp)}
+    coded.update(named_values(outputs))
+    return tuple(op.name for op in operations if op.name in shapes and op.name in coded)
 
 
 def _describe(op: Operation, block: nn.Module) -> str:
@@ -375,20 +341,12 @@ def _describe(op: Operation, block: nn.Module) -> str:
         layer = "affine"
         if op.kind is not None and op.layer is not None:
             layer = op.kind.describe(block.get_submodule(op.layer))
-        norm = " + norm" if op.layer and op.norm else ""
-        add = " + add" if op.addend else ""
-        return layer + norm + add + _activation_name(op)
+        activation = op.activation and str(op.activation)
+        parts = (layer, op.layer and op.norm and "norm", op.addend and "add", activation)
+        return " + ".join(part for part in parts if part)
     if isinstance(op, ActOp):
-        return _activation_name(op).removeprefix(" + ")
+        return str(op.activation)
     if isinstance(op, CatOp):
         return "concatenate"
-    node = op.nodes[-1]
-    if node.op == "call_module":
-        return type(block.get_submodule(str(node.target))).__name__
-    return getattr(node.target, "__name__", str(node.target))
-
-
-def _activation_name(op: MapOp | ActOp) -> str:
-    if op.activation is None:
-        return ""
-    return " + relu" if op.activation.upper is None else f" + relu{op.activation.upper:g}"
+    kind = _kind(op.nodes[-1], block) or op.nodes[-1].target
+    return getattr(kind, "__name__", str(kind))

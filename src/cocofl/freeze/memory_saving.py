@@ -9,7 +9,9 @@ their channels first, are made channels last, like everything they meet.
 
 from __future__ import annotations
 
+import copy
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cocofl.chain import GraphBlock
+from cocofl.freeze.layout import channels_last
+from cocofl.freeze.traced_blocks import called_module
 
 _RELUS = {nn.ReLU, F.relu, torch.relu, "relu"}
 _SUMS = {operator.add, torch.add}
@@ -27,13 +31,12 @@ def memory_saving(block: nn.Module) -> nn.Module:
     """The block, sharing its modules and keys, rewritten where that saves memory."""
     if not isinstance(block, GraphBlock):
         return block
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(block.graph, val_map={}))
+    graph = copy.deepcopy(block.graph)
     _pool_before_relu(graph, block)
     for node in graph.nodes:
-        if node.op not in {"call_module", "call_function", "call_method"}:
+        if not node.op.startswith("call_"):
             continue
-        module = block.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = called_module(node, block)
         kind = node.target if module is None else type(module)
         if kind in _RELUS and _may_be_overwritten(node.all_input_nodes[0], block):
             _replace(node, F.relu, inplace=True)
@@ -45,22 +48,18 @@ def memory_saving(block: nn.Module) -> nn.Module:
 
 
 def _pool_before_relu(graph: fx.Graph, block: nn.Module) -> None:
-    for relu in [node for node in graph.nodes if node.op == "call_module"]:
-        (pool,) = relu.users if len(relu.users) == 1 else (None,)
+    for relu in list(graph.nodes):
+        pool = next(iter(relu.users)) if len(relu.users) == 1 else relu
+        max_pool = called_module(pool, block)
         if (
-            type(block.get_submodule(str(relu.target))) is nn.ReLU
-            and pool is not None
-            and pool.op == "call_module"
-            and _is_plain_pool(block.get_submodule(str(pool.target)))
+            type(called_module(relu, block)) is nn.ReLU
+            and type(max_pool) is nn.MaxPool2d
+            and not max_pool.return_indices
         ):
             pool.replace_all_uses_with(relu)
             pool.replace_input_with(relu, relu.all_input_nodes[0])
             relu.replace_input_with(relu.all_input_nodes[0], pool)
             pool.append(relu)
-
-
-def _is_plain_pool(module: nn.Module) -> bool:
-    return type(module) is nn.MaxPool2d and not module.return_indices
 
 
 def _replace(node: fx.Node, function: Any, **kwargs: Any) -> None:
@@ -72,50 +71,34 @@ def _replace(node: fx.Node, function: Any, **kwargs: Any) -> None:
 def _may_be_overwritten(node: fx.Node, block: nn.Module) -> bool:
     if len(node.users) != 1:
         return False
-    if node.op == "call_module":
-        layer = block.get_submodule(str(node.target))
-        kinds = nn.Conv2d | nn.Linear | _BatchNorm | nn.GroupNorm | nn.MaxPool2d
-        return isinstance(layer, kinds)
-    return node.op == "call_function" and node.target in _SUMS
+    kinds = nn.Conv2d | nn.Linear | _BatchNorm | nn.GroupNorm | nn.MaxPool2d
+    is_sum = node.op == "call_function" and node.target in _SUMS
+    return is_sum or isinstance(called_module(node, block), kinds)
 
 
 def global_average(x: Tensor) -> Tensor:
     """``nn.AdaptiveAvgPool2d(1)``."""
-    result: Tensor = _GlobalAverage.apply(x)  # type: ignore[no-untyped-call]
+    result: Tensor = _Condensed.apply(x, lambda x: F.adaptive_avg_pool2d(x, 1))  # type: ignore[no-untyped-call]
     return result
-
-
-class _GlobalAverage(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = x.shape
-        return F.adaptive_avg_pool2d(x, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        height, width = ctx.shape[-2:]
-        spread: Tensor = (gradient / (height * width)).expand(ctx.shape)
-        return _channels_last(spread)
 
 
 def flattened(x: Tensor) -> Tensor:
     """``nn.Flatten()``."""
-    result: Tensor = _Flattened.apply(x)  # type: ignore[no-untyped-call]
+    result: Tensor = _Condensed.apply(x, lambda x: x.flatten(1))  # type: ignore[no-untyped-call]
     return result
 
 
-class _Flattened(torch.autograd.Function):
+class _Condensed(torch.autograd.Function):
+    """The averages of images, or images flattened; the gradient is handed back channels last."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, condense: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.shape = x.shape
-        return x.flatten(1)
+        return condense(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _channels_last(gradient.reshape(ctx.shape))
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(
-        memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format
-    )
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        averaged = ctx.shape.numel() // max(1, gradient.numel())
+        if averaged > 1:
+            return channels_last((gradient / averaged).expand(ctx.shape)), None
+        return channels_last(gradient.reshape(ctx.shape)), None

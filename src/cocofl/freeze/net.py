@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from cocofl.chain import BlockChain
+from cocofl.chain import BlockChain, Wiring
+from cocofl.chain.blocks import Flow
 from cocofl.errors import InvalidSetting, InvalidSpan
-from cocofl.freeze.block_copy import copy_block
-from cocofl.freeze.floating import fused, with_batch_statistics
+from cocofl.freeze.fusion import fused, with_batch_statistics
 from cocofl.freeze.kernel_plan import KernelPlan
 from cocofl.freeze.kernels import backend_names, kernel, safe_weight_bits
-from cocofl.freeze.layout import channels_first
+from cocofl.freeze.layout import channels_first, channels_last
 from cocofl.freeze.network import Network
-from cocofl.freeze.observe import ScaleMeter
-from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings, OperationInfo
+from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings
+from cocofl.freeze.scheme import GRADIENT, OUTPUT, scale_key
 from cocofl.freeze.state import State, Update, block_state, chain_state, check_state
-from cocofl.numerics import HEADROOM
+from cocofl.freeze.traced_blocks import copy_block
+from cocofl.numerics import HEADROOM, measure_scale
 from cocofl.span import Blocks, Role
 
 VARIANTS = ("f", "ff", "qff")
@@ -69,15 +71,16 @@ def freeze(
         state = chain_state(network.chain)
     if not state_is_checked:
         check_state(network.chain, state, network.scale_keys)
-    if variant != "qff":
-        parts = _float_parts(network, blocks, state, fuse=variant == "ff")
-    else:
-        settings = IntegerSettings(
-            choose=_chooser(backend, _DEFAULT_PLAN if plan is None else plan),
-            headroom=headroom,
-            weight_bits=_weight_bits(weight_bits, backend),
-        )
-        parts = _integer_parts(network, blocks, state, settings)
+    settings = None
+    if variant == "qff":
+        choose = _chooser(backend, plan or _DEFAULT_PLAN)
+        settings = IntegerSettings(choose, headroom, _weight_bits(weight_bits, backend))
+    parts: list[Part] = []
+    for region, role in blocks.regions(len(network)):
+        if settings is not None and role is not Role.TRAINED:
+            parts.append(integer_part(network, region, role, state, settings))
+        else:
+            parts += [_float_part(network, i, role, state, fuse=variant == "ff") for i in region]
     return FrozenNet(network, blocks, parts)
 
 
@@ -103,14 +106,22 @@ def _chooser(backend: str, plan: KernelPlan) -> ChooseKernel:
     return lambda _: forced
 
 
+class OperationInfo(NamedTuple):
+    """One line of :meth:`FrozenNet.describe`."""
+
+    block: int
+    role: str
+    operation: str
+    kernel: str
+
+
 class Part(NamedTuple):
     """One stretch of the network: a block in float32, or all blocks of one int8 region."""
 
     run: Callable[..., Any]
     role: Role
     blocks: range
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    wiring: Wiring
     channels_last: bool = True
 
 
@@ -125,8 +136,7 @@ class FrozenNet(nn.Module):
         self.blocks = blocks
         # Not the network itself: what is frozen must not keep the chain's float weights alive.
         self._parts, self._lowered = tuple(parts), network.lowered.blocks
-        self._inputs = network.chain.wiring[0].inputs
-        self._finished = _finished_after(parts)
+        self._flow = Flow(network.chain.wiring[0].inputs, [part.wiring for part in parts])
         self._measuring = False
         self._scales: State = {}
         modules = [(part, part.run) for part in parts if isinstance(part.run, nn.Module)]
@@ -144,35 +154,22 @@ class FrozenNet(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """What the model returns."""
-        if len(inputs) != len(self._inputs):
-            raise InvalidSetting(
-                f"the network takes {len(self._inputs)} inputs ({', '.join(self._inputs)}), "
-                f"not {len(inputs)}"
-            )
-        values = {name: _fast_layout(x) for name, x in zip(self._inputs, inputs, strict=True)}
-        del inputs
-        result: Any = None
-        for part, finished in zip(self._parts, self._finished, strict=True):
-            arguments = [values[name] for name in part.inputs]
-            for name in finished:
-                values.pop(name, None)
-            result = self._run(part, arguments)
-            many = len(part.outputs) > 1
-            values.update(zip(part.outputs, result if many else [result], strict=True))
+        calls = [partial(self._run, part) for part in self._parts]
+        result = self._flow.run(calls, [channels_last(x) for x in inputs])
         self._measuring = False
         return result
 
-    def _run(self, part: Part, arguments: list[Any]) -> Any:
+    def _run(self, part: Part, *arguments: Any) -> Any:
         if not part.channels_last:
-            arguments = [channels_first(x) if isinstance(x, Tensor) else x for x in arguments]
+            arguments = tuple(channels_first(x) if isinstance(x, Tensor) else x for x in arguments)
         if part.role is Role.FROZEN:
             with torch.no_grad():
                 return part.run(*arguments)
         if part.role is Role.TRAINED and self._measuring:
             (index,) = part.blocks
-            block = self._lowered[index].graph(part.run)  # type: ignore[arg-type]
-            meter = ScaleMeter(index, block, self._lowered[index], self._scales)
-            return meter.run(*arguments)
+            low = self._lowered[index]
+            block = low.graph(part.run)  # type: ignore[arg-type]
+            return _ScaleMeter(index, block, low.sites, self._scales).run(*arguments)
         return part.run(*arguments)
 
     def measure_scales(self) -> None:
@@ -195,75 +192,29 @@ class FrozenNet(nn.Module):
         """Block, role, operation and kernel of each operation."""
         found: list[OperationInfo] = []
         for part in self._parts:
-            if isinstance(part.run, IntegerRegion):
-                found += part.run.operations
-                continue
-            (index,) = part.blocks
-            texts = self._lowered[index].descriptions
-            found += [OperationInfo(index, part.role.value, text, "float32") for text in texts]
+            kernels = part.run.kernels if isinstance(part.run, IntegerRegion) else {}
+            for index in part.blocks:
+                low = self._lowered[index]
+                for op, text in zip(low.operations, low.descriptions, strict=True):
+                    kernel_name = kernels.get(op.name, "float32")
+                    found.append(OperationInfo(index, part.role.value, text, kernel_name))
         return found
 
 
-def _fast_layout(x: Any) -> Any:
-    """Images channels last: what every fast convolution wants."""
-    if isinstance(x, Tensor) and x.ndim == 4:
-        return x.contiguous(memory_format=torch.channels_last)
-    return x
-
-
-def _finished_after(parts: Sequence[Part]) -> list[list[str]]:
-    """Per part, the values that no later part takes."""
-    finished: list[list[str]] = []
-    later: set[str] = set()
-    for part in reversed(parts):
-        finished.append([name for name in part.inputs if name not in later])
-        later.update(part.inputs)
-    return finished[::-1]
-
-
-def _float_part(network: Network, block: nn.Module, role: Role, index: int) -> Part:
-    wiring = network.chain.wiring[index]
-    channels_last = network.lowered.blocks[index].channels_last
-    if channels_last:
-        block = block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+def _float_part(
+    network: Network, index: int, role: Role, state: Mapping[str, Tensor], *, fuse: bool
+) -> Part:
+    """One block in float32: trained, or frozen as in variants ``f`` and ``ff``."""
+    low = network.lowered.blocks[index]
+    originals = network.trained_blocks if role is Role.TRAINED else network.chain.blocks
+    block = copy_block(originals[index], state).train()
     if role is not Role.TRAINED:
+        block = fused(low.graph(block), low.flat_nodes) if fuse else with_batch_statistics(block)
         block.requires_grad_(False)
-    blocks = range(index, index + 1)
-    return Part(block, role, blocks, wiring.inputs, wiring.outputs, channels_last)
-
-
-def _trained_part(network: Network, index: int, state: Mapping[str, Tensor]) -> Part:
-    block = copy_block(network.trained_blocks[index], state).train()
-    return _float_part(network, block, Role.TRAINED, index)
-
-
-def _float_parts(
-    network: Network, trained: Blocks, state: Mapping[str, Tensor], *, fuse: bool
-) -> list[Part]:
-    parts = []
-    for index, role in enumerate(trained.roles(len(network))):
-        if role is Role.TRAINED:
-            parts.append(_trained_part(network, index, state))
-            continue
-        block, low = copy_block(network.chain.blocks[index], state), network.lowered.blocks[index]
-        if fuse:
-            block = fused(low.graph(block), low.flat_nodes)
-        else:
-            block = with_batch_statistics(block.train())
-        parts.append(_float_part(network, block, role, index))
-    return parts
-
-
-def _integer_parts(
-    network: Network, trained: Blocks, state: Mapping[str, Tensor], settings: IntegerSettings
-) -> list[Part]:
-    parts = []
-    for blocks, role in trained.regions(len(network)):
-        if role is Role.TRAINED:
-            parts += [_trained_part(network, index, state) for index in blocks]
-        else:
-            parts.append(integer_part(network, blocks, role, state, settings))
-    return parts
+    if low.channels_last:
+        block = block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    wiring = network.chain.wiring[index]
+    return Part(block, role, range(index, index + 1), wiring, low.channels_last)
 
 
 def integer_part(
@@ -281,5 +232,31 @@ def integer_part(
     low = lowered.blocks
     own = [(i, low[i], low[i].graph(copy_block(chain.blocks[i], state))) for i in blocks]
     region = IntegerRegion(scheme, own, scales, settings)
-    borders = lowered.borders(blocks)
-    return Part(region, role, blocks, tuple(borders.taken), tuple(borders.returned))
+    taken, returned = lowered.borders(blocks)
+    return Part(region, role, blocks, Wiring(tuple(taken), tuple(returned)))
+
+
+class _ScaleMeter(fx.Interpreter):
+    """Runs a trained block node by node and notes the scales at its sites."""
+
+    def __init__(
+        self, index: int, block: fx.GraphModule, sites: Container[str], found: dict[str, Tensor]
+    ) -> None:
+        super().__init__(block)
+        self._prefix, self._sites, self._found = f"{index}.", sites, found
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Also measure the output, and its gradient when it comes."""
+        result = super().run_node(n)
+        site = self._prefix + n.name
+        if site in self._sites:
+            self._note(scale_key(site, OUTPUT), result)
+            if result.requires_grad:
+                result.register_hook(partial(self._note, scale_key(site, GRADIENT)))
+        return result
+
+    def _note(self, key: str, x: Tensor) -> None:
+        scale = measure_scale(x)
+        # All zeros say nothing about a range, and a broken batch must not spoil the average.
+        if 0 < float(scale) < float("inf"):
+            self._found[key] = scale

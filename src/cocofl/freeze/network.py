@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, cached_property
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from cocofl.chain import BlockChain
 from cocofl.errors import CannotLower, InvalidSetting
-from cocofl.freeze.grids import GRADIENT, OUTPUT, Grids, scale_key
 from cocofl.freeze.lowering import lower
 from cocofl.freeze.memory_saving import memory_saving
 from cocofl.freeze.operations import LoweredBlock
-from cocofl.freeze.scheme import QuantizationScheme, quantization_scheme
+from cocofl.freeze.scheme import GRADIENT, OUTPUT, Grids, QuantizationScheme, scale_key
 from cocofl.freeze.state import block_state
 
 _SCALE_BYTES = 4
@@ -35,13 +33,15 @@ class LoweredChain:
         """Of consecutive blocks, where these scales are known."""
         operations = [op for i in blocks for op in self.blocks[i].operations]
         grids = Grids(operations, self._non_negative, known)
-        borders = self.borders(blocks)
-        taken, returned = tuple(borders.taken.values()), tuple(borders.returned.values())
+        taken, returned = (tuple(values.values()) for values in self.borders(blocks))
         outputs = returned[0] if len(returned) == 1 else returned
-        return quantization_scheme(operations, grids, taken, outputs, self.shapes, passing=passing)
+        return QuantizationScheme.of(operations, grids, taken, outputs, self.shapes, passing)
 
-    def borders(self, blocks: range) -> RegionBorders:
-        """The values that enter and leave consecutive blocks."""
+    def borders(self, blocks: range) -> tuple[dict[str, str], dict[str, Any]]:
+        """What consecutive blocks take and return: by the name in the chain, what they have it by.
+
+        What is returned may be a structure of several values.
+        """
         produced: dict[str, Any] = {}  # by the name in the chain, what the region calls it
         taken: dict[str, str] = {}
         for index in blocks:
@@ -49,31 +49,17 @@ class LoweredChain:
             for name, value in zip(wiring.inputs, low.inputs, strict=True):
                 if name not in produced:
                     taken[name] = value
-            many = len(wiring.outputs) > 1
-            results = low.outputs if many else [low.outputs]
-            produced.update(zip(wiring.outputs, results, strict=True))
+            produced |= wiring.handed_on(low.outputs)
         for one, other in combinations(taken, 2):
             if taken[one] == taken[other]:
                 raise CannotLower(
                     f"{one!r} and {other!r} are one value once dropout is gone, but block "
                     f"{blocks.start} takes both; hand on one of them"
                 )
-        if blocks.stop == len(self.blocks):
-            outputs: Sequence[str] = self._wiring[-1].outputs
-        else:
-            later = {name for wiring in self._wiring[blocks.stop :] for name in wiring.inputs}
-            outputs = [name for name in produced if name in later]
-        return RegionBorders(taken, {name: produced[name] for name in outputs})
-
-
-class RegionBorders(NamedTuple):
-    """What a run of blocks takes and returns: names in the chain, and what the region has them by.
-
-    What is returned may be a structure of several values.
-    """
-
-    taken: dict[str, str]
-    returned: dict[str, Any]
+        later = {name for wiring in self._wiring[blocks.stop :] for name in wiring.inputs}
+        at_end = blocks.stop == len(self.blocks)
+        outputs = self._wiring[-1].outputs if at_end else [n for n in produced if n in later]
+        return taken, {name: produced[name] for name in outputs}
 
 
 class Network:

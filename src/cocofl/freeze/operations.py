@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -21,6 +23,9 @@ class Activation:
     def __call__(self, x: Tensor) -> Tensor:
         """In float."""
         return x.clamp(0, self.upper)
+
+    def __str__(self) -> str:
+        return "relu" if self.upper is None else f"relu{self.upper:g}"
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,37 @@ class NodeOp:
     drops: bool = False
     """Whether this is a dropout, kept because some devices train the block and need it."""
 
+    def run(
+        self, read: Callable[[str], Any], function: Callable[[fx.Node], Callable[..., Any]]
+    ) -> Any:
+        """Its value, given how to read values and what its nodes call."""
+        made: dict[fx.Node, Any] = {}
+
+        def value(node: fx.Node) -> Any:
+            return made[node] if node in made else read(self.names[node])
+
+        for node in self.nodes:
+            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+            made[node] = function(node)(*args, **kwargs)
+        return made[self.nodes[-1]]
+
 
 Operation = MapOp | ActOp | CatOp | NodeOp
+
+
+def node_function(node: fx.Node, root: nn.Module) -> Callable[..., Any]:
+    """What a node calls, in a frozen block."""
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))
+    if node.op == "call_method":
+        # A view of channels-last images may not exist; nobody writes through it here.
+        method = "reshape" if node.target == "view" else str(node.target)
+        return lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs)
+    if node.op == "get_attr":
+        value = False if node.target == "training" else attrgetter(str(node.target))(root)
+        return lambda: value
+    assert callable(node.target)
+    return node.target
 
 
 class ValueName(str):

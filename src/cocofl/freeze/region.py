@@ -11,19 +11,19 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from cocofl.chain.blocks import last_uses
 from cocofl.errors import CannotLower, InvalidSetting
-from cocofl.freeze.fusion import affine, fold
+from cocofl.freeze.fusion import affine_of, fold_affine
 from cocofl.freeze.gradient import InputGradient
-from cocofl.freeze.grids import Rounding
 from cocofl.freeze.kernels import Kernel, LinearMap, Prepared
-from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, ValueName
-from cocofl.freeze.scheme import QuantizationScheme, SchemeStep
+from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, ValueName
+from cocofl.freeze.scheme import QuantizationScheme, Rounding, SchemeStep
 from cocofl.freeze.steps import (
     ActStep,
     CatStep,
     Environment,
+    GridOf,
     MapStep,
-    MapTargets,
     NodeStep,
     Sink,
     Step,
@@ -33,15 +33,6 @@ from cocofl.freeze.steps import (
 from cocofl.numerics import MIDDLE, Codes, Grid, as_float, quantize_weight
 
 ChooseKernel = Callable[[LinearMap], Kernel]
-
-
-class OperationInfo(NamedTuple):
-    """One line of ``describe()``."""
-
-    block: int
-    role: str
-    operation: str
-    kernel: str
 
 
 class IntegerSettings(NamedTuple):
@@ -63,46 +54,35 @@ class IntegerRegion:
         settings: IntegerSettings,
     ) -> None:
         self.passing, self.inputs, self._ends = scheme.passing, scheme.inputs, scheme.ends
-        leaves, self._structure = pytree.tree_flatten(scheme.outputs)
-        self._leaves: list[Any] = leaves
-        self.operations: list[OperationInfo] = []
+        self._outputs = scheme.outputs
         _refuse_other_than_float32(blocks)
         shapes = {name: shape for _, low, _ in blocks for name, shape in low.shapes.items()}
-        compiler = _Compiler(shapes, scales, settings, passing=scheme.passing)
         graphs = {op.name: graph for _, low, graph in blocks for op in low.operations}
-        kernels: dict[str, str] = {}
-        self._steps: list[Step] = []
-        for step in scheme.steps:
-            compiled, kernels[step.name] = compiler.compile(step, graphs.get(step.name))
-            self._steps.append(compiled)
-        role = "passing" if scheme.passing else "frozen"
-        for index, low, _ in blocks:
-            for op, text in zip(low.operations, low.descriptions, strict=True):
-                self.operations.append(OperationInfo(index, role, text, kernels[op.name]))
-        self._release = _last_uses(self._steps, self._ends)
 
-    def forward(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run without a trace: nothing is kept, values are dropped after their last use."""
-        env: Environment = dict(zip(self.inputs, inputs, strict=True))
-        for step, finished in zip(self._steps, self._release, strict=True):
-            env[step.name] = step.forward(env)
-            for name in finished:
-                env.pop(name, None)
-        return self._collect(env)
+        def grid_of(rounding: Rounding | None) -> Grid | None:
+            return None if rounding is None else rounding.grid(scales, settings.headroom)
 
-    def record(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run and keep, per step, the little that backward needs."""
+        self._steps = [
+            _compiled(step, graphs.get(step.name), shapes, grid_of, settings, scheme.passing)
+            for step in scheme.steps
+        ]
+        self.kernels = {step.name: step.kernel for step in self._steps}
+        self._release = last_uses([(*s.inputs, s.name) for s in self._steps], self._ends)
+
+    def forward(self, inputs: Sequence[Any], *, keep: bool) -> tuple[list[Any], list[Any]]:
+        """The values it returns and, to ``keep`` per step, the little that backward needs.
+
+        Values are dropped after their last use.
+        """
         env: Environment = dict(zip(self.inputs, inputs, strict=True))
         tape = []
         for step, finished in zip(self._steps, self._release, strict=True):
-            env[step.name], kept = step.record(env)
-            tape.append(kept)
+            env[step.name], kept = step.forward(env, keep=keep)
+            if keep:
+                tape.append(kept)
             for name in finished:
                 env.pop(name, None)
-        return self._collect(env), tape
-
-    def _collect(self, env: Environment) -> list[Any]:
-        return [floats_of(env[name]) for name in self._ends]
+        return [floats_of(env[name]) for name in self._ends], tape
 
     def backward(self, tape: list[Any], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient of each input, from that of each value returned."""
@@ -112,9 +92,9 @@ class IntegerRegion:
                 sink.put(name, gradient)
         for step in reversed(self._steps):
             kept = tape.pop()
-            if (arrived := sink.take(step.name)) is not None:
+            if (arrived := sink.pop(step.name, None)) is not None:
                 step.backward(kept, arrived, sink)
-        found = [sink.take(name) for name in self.inputs]
+        found = [sink.pop(name, None) for name in self.inputs]
         floats = [None if gradient is None else as_float(gradient) for gradient in found]
         return floats if all(map(_is_finite, gradients)) else [_broken(x) for x in floats]
 
@@ -126,10 +106,9 @@ class IntegerRegion:
             ends = _PassThrough.apply(self, *inputs)  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
-                ends = self.forward(inputs)
+                ends, _ = self.forward(inputs, keep=False)
         values = dict(zip(self._ends, ends if sound else map(_broken, ends), strict=True))
-        leaves = [values[x] if isinstance(x, ValueName) else x for x in self._leaves]
-        return pytree.tree_unflatten(leaves, self._structure)
+        return pytree.tree_map_only(ValueName, values.__getitem__, self._outputs)
 
 
 def _is_finite(x: Any) -> bool:
@@ -147,7 +126,7 @@ class _PassThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, region: IntegerRegion, *inputs: Any) -> tuple[Any, ...]:
-        result, ctx.tape = region.record(inputs)
+        result, ctx.tape = region.forward(inputs, keep=True)
         ctx.region = region
         ctx.set_materialize_grads(False)
         return tuple(result)
@@ -174,94 +153,61 @@ def _refuse_other_than_float32(blocks: Iterable[tuple[int, LoweredBlock, fx.Grap
                 )
 
 
-def _last_uses(steps: Sequence[Step], outputs: Iterable[str]) -> list[list[str]]:
-    """Per step, the values that nobody reads after it."""
-    last = {name: i for i, step in enumerate(steps) for name in (*step.inputs, step.name)}
-    finished: list[list[str]] = [[] for _ in steps]
-    for name, i in last.items():
-        if name not in set(outputs):
-            finished[i].append(name)
-    return finished
+def _compiled(
+    step: SchemeStep,
+    block: fx.GraphModule | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    grid_of: GridOf,
+    settings: IntegerSettings,
+    passing: bool,
+) -> Step:
+    """A step that runs."""
+    op = step.op
+    if op is None:
+        return ToCodes(step, grid_of)
+    if isinstance(op, CatOp):
+        return CatStep(step, grid_of, op.dim)
+    if isinstance(op, ActOp):
+        return ActStep(step, grid_of, op.activation)
+    assert block is not None
+    if isinstance(op, NodeOp):
+        return NodeStep(step, grid_of, op, block)
 
+    kernels: dict[str, None] = {}
 
-class _Compiler:
-    """Turns the steps of a scheme into steps that run: quantizes weights, picks kernels."""
+    def prepare(linear_map: LinearMap) -> Prepared:
+        kernel = settings.choose(linear_map)
+        kernels[kernel.name] = None
+        return kernel.prepare(linear_map)
 
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        scales: Mapping[str, float],
-        settings: IntegerSettings,
-        *,
-        passing: bool,
-    ) -> None:
-        self._shapes, self._scales = shapes, scales
-        self._settings, self._passing = settings, passing
-
-    def compile(self, step: SchemeStep, block: fx.GraphModule | None) -> tuple[Step, str]:
-        """A step that runs, and the name of its kernel."""
-        op = step.op
-        kernel = "codes" if step.in_codes else "float32"
-        grid, unsigned = self._grid(step.output), step.output is not None and step.output.unsigned
-        if op is None:
-            return ToCodes(step.name, step.inputs[0], grid, unsigned=unsigned), kernel
-        if isinstance(op, CatOp):
-            return CatStep(step.name, step.inputs, op.dim, grid, unsigned=unsigned), kernel
-        if isinstance(op, ActOp):
-            return ActStep(step.name, op.x, op.activation), kernel
-        assert block is not None
-        if isinstance(op, MapOp):
-            return self._map(step, op, block)
-        return NodeStep(op, block), kernel
-
-    def _grid(self, rounding: Rounding | None) -> Grid | None:
-        return None if rounding is None else rounding.grid(self._scales, self._settings.headroom)
-
-    def _map(self, step: SchemeStep, op: MapOp, block: fx.GraphModule) -> tuple[Step, str]:
-        weight, bias = _folded(op, block)
-        shapes = [_image_shape(op, self._shapes[name]) for name in (op.x, op.name)]
-        linear_map = LinearMap(
-            quantize_weight(weight, self._settings.weight_bits),
-            bias,
-            op.geometry,
-            op.activation is not None,
-            0 if step.reads_unsigned else MIDDLE,
-            shapes[0],
-        )
-        names: list[str] = []
-
-        def prepare(linear_map: LinearMap) -> Prepared:
-            kernel = self._settings.choose(linear_map)
-            names.append(kernel.name)
-            return kernel.prepare(linear_map)
-
-        run, backward = _reshaping(op, prepare(linear_map)), None
-        if self._passing:
-            bits = self._settings.weight_bits
-            gradient = InputGradient(weight, op.geometry, shapes[0], shapes[1], prepare, bits)
-            backward = _reshaping(op, gradient)
-        targets = MapTargets(
-            output=self._grid(step.output),
-            as_codes=step.in_codes,
-            unsigned=step.output is not None and step.output.unsigned,
-            gradient=self._grid(step.gradient),
-            completes_gradient=step.completes_gradient,
-            input_gradient=self._grid(step.input_gradient),
-            input_shape=self._shapes[op.x][1:] if self._passing and op.geometry else None,
-        )
-        compiled = MapStep(step.name, step.inputs, op.activation, run, backward, targets)
-        return compiled, " / ".join(dict.fromkeys(names))
+    weight, bias = _folded(op, block)
+    codes, relu = quantize_weight(weight, settings.weight_bits), op.activation is not None
+    x_shape, y_shape = (_image_shape(op, shapes[name]) for name in (op.x, op.name))
+    zero_point = 0 if step.reads_unsigned else MIDDLE
+    run = prepare(LinearMap(codes, bias, op.geometry, relu, zero_point, x_shape))
+    backward, input_shape = None, None
+    if passing:
+        bits = settings.weight_bits
+        gradient = InputGradient(weight, op.geometry, x_shape, y_shape, prepare, bits)
+        backward = _reshaping(op, gradient)
+        input_shape = shapes[op.x][1:] if op.geometry else None
+    names, forward = " / ".join(kernels), _reshaping(op, run)
+    return MapStep(step, grid_of, op.activation, forward, backward, input_shape, names)
 
 
 def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None]:
     """The float weight, as a kernel has it, and bias of a layer with its BatchNorm folded in."""
-    norm = None if op.norm is None else block.get_submodule(op.norm)
-    assert norm is None or isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    affine = None
+    if op.norm is not None:
+        norm: Any = block.get_submodule(op.norm)
+        affine = affine_of(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
     if op.layer is None or op.kind is None:
-        assert norm is not None
-        factor, offset = affine(norm)
-        return factor.view(-1, 1, 1, 1), offset
-    weight, bias = fold(block.get_submodule(op.layer), norm)
+        assert affine is not None
+        return affine.factor.view(-1, 1, 1, 1), affine.offset
+    layer: Any = block.get_submodule(op.layer)
+    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    if affine is not None:
+        weight, bias = fold_affine(weight, bias, affine)
     return op.kind.to_image(weight), bias
 
 

@@ -3,19 +3,84 @@
 A :class:`QuantizationScheme` is made once from a region's operations and the scales that are
 known. :class:`~cocofl.freeze.region.IntegerRegion` carries it out for one device with real
 kernels, and :mod:`cocofl.vector` for many devices at once.
+
+What a value is rounded to, its grid, comes from the server's scale, widened by the headroom.
+Values that are concatenated share one grid, the widest among them, so that a concatenation only
+copies codes. A value whose scale nobody has measured yet is quantized on the fly.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from cocofl.freeze.grids import Grids, Rounding
 from cocofl.freeze.operations import ActOp, CatOp, MapOp, NodeOp, Operation, ValueName
+from cocofl.numerics import Grid, grid_for
+
+OUTPUT, GRADIENT = "output", "gradient"
+
+
+def scale_key(value: str, direction: str) -> str:
+    """The name under which a scale travels in a state: ``scales.<block>.<node>.<direction>``."""
+    return f"scales.{value}.{direction}"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The grid a value is rounded to: made of the largest of these scales, or on the fly."""
+
+    keys: tuple[str, ...]
+    unsigned: bool
+
+    def grid(self, scales: Mapping[str, float], headroom: float) -> Grid | None:
+        """With these scales; None on the fly."""
+        if not self.keys:
+            return None
+        scale = max(scales[key] for key in self.keys)
+        return grid_for(scale, unsigned=self.unsigned, headroom=headroom)
+
+
+class Grids:
+    """The grids of one region, looked up by value, where these scales are ``known``."""
+
+    def __init__(
+        self, operations: Iterable[Operation], non_negative: Collection[str], known: Collection[str]
+    ) -> None:
+        self._known = known
+        self._family: dict[str, set[str]] = {}
+        for op in operations:
+            if isinstance(op, CatOp):
+                self._join(op.name, *op.inputs)
+            elif isinstance(op, ActOp) or (isinstance(op, NodeOp) and op.layout and op.inputs):
+                self._join(op.name, op.inputs[0])
+        self._non_negative = frozenset(non_negative)
+
+    def _join(self, *values: str) -> None:
+        family = set().union(*(self._family.get(value, {value}) for value in values))
+        for value in family:
+            self._family[value] = family
+
+    def unsigned(self, value: str) -> bool:
+        """Whether the codes of this value start at zero."""
+        return self._non_negative.issuperset(self._family.get(value, {value}))
+
+    def output(self, value: str, *, border: bool = False) -> Rounding:
+        """Of a value; on the fly at the ``border`` of a region."""
+        # A clamp or a reshape need not be measured, but what enters the family must be.
+        keys: list[str] = []
+        if not border and scale_key(value, OUTPUT) in self._known:
+            family = (scale_key(member, OUTPUT) for member in self._family.get(value, {value}))
+            keys = sorted(key for key in family if key in self._known)
+        return Rounding(tuple(keys), self.unsigned(value))
+
+    def gradient(self, value: str, *, border: bool = False) -> Rounding:
+        """Of a value's gradient."""
+        key = scale_key(value, GRADIENT)
+        return Rounding(() if border or key not in self._known else (key,), False)
 
 
 @dataclass(frozen=True)
@@ -57,6 +122,23 @@ class QuantizationScheme:
     """A :class:`ValueName` for each value, in the structure that the region returns."""
     passing: bool
 
+    @classmethod
+    def of(
+        cls,
+        operations: Sequence[Operation],
+        grids: Grids,
+        inputs: tuple[str, ...],
+        outputs: Any,
+        floats: Collection[str],
+        passing: bool,
+    ) -> QuantizationScheme:
+        """The scheme of a region; ``floats`` are the values that gradients can have."""
+        ends = named_values(outputs)
+        steps = _Forward(operations, grids, {*inputs, *ends}).steps
+        if passing:
+            steps = _with_gradients(steps, ends, floats, grids)
+        return cls(tuple(steps), inputs, outputs, passing)
+
     @property
     def ends(self) -> tuple[str, ...]:
         """The values that it returns, each once."""
@@ -67,26 +149,6 @@ def named_values(structure: Any) -> tuple[str, ...]:
     """The values in what blocks return, each once."""
     leaves = pytree.tree_leaves(structure)
     return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, ValueName)))
-
-
-def quantization_scheme(
-    operations: Sequence[Operation],
-    grids: Grids,
-    inputs: tuple[str, ...],
-    outputs: Any,
-    floats: Collection[str],
-    *,
-    passing: bool,
-) -> QuantizationScheme:
-    """The scheme of a region; ``floats`` are the values that gradients can have."""
-    ends = named_values(outputs)
-    forward = _Forward(operations, grids, {*inputs, *ends})
-    for op in operations:
-        forward.add(op)
-    steps = forward.steps
-    if passing:
-        steps = _Backward(steps, ends, floats, forward.gradients_in_codes, grids).steps()
-    return QuantizationScheme(tuple(steps), inputs, outputs, passing)
 
 
 class _Forward:
@@ -101,29 +163,23 @@ class _Forward:
         self._converted: dict[str, str] = {}
         self._held_on: dict[str, Rounding | str] = {}
         """The grid of each value in codes; a name stands for one that is made on the fly."""
-        self.gradients_in_codes: set[str] = set()
         self.steps: list[SchemeStep] = []
+        for op in operations:
+            self._add(op)
 
-    def add(self, op: Operation) -> None:
+    def _add(self, op: Operation) -> None:
         """One more operation, after the conversions that it needs."""
         inputs = op.inputs
         if isinstance(op, MapOp | CatOp):
             for value in dict.fromkeys(op.inputs):
                 self._convert(value)
             inputs = tuple(self._converted.get(value, value) for value in op.inputs)
-        step = SchemeStep(op, op.name, inputs, in_codes=self._makes_codes(op))
+        in_codes, unsigned, gradient = self._makes_codes(op), False, None
         if isinstance(op, MapOp):
-            border = op.name in self._borders
-            step = replace(
-                step,
-                reads_unsigned=self._grids.unsigned(op.x),
-                gradient=self._grids.gradient(op.name, border=border),
-            )
-        if step.in_codes:
-            step = replace(step, output=self._rounding(op, inputs))
-            if not isinstance(op, NodeOp):
-                self.gradients_in_codes.add(op.name)
-        self.steps.append(step)
+            unsigned = self._grids.unsigned(op.x)
+            gradient = self._grids.gradient(op.name, border=op.name in self._borders)
+        output = self._rounding(op, inputs) if in_codes else None
+        self.steps.append(SchemeStep(op, op.name, inputs, in_codes, output, unsigned, gradient))
 
     def _convert(self, value: str) -> None:
         if value in self._held_on or value in self._converted:
@@ -167,57 +223,48 @@ def _read_as_codes(operations: Sequence[Operation]) -> set[str]:
     return wanted
 
 
-class _Backward:
-    """Walks back through the steps and knows which gradients have arrived, and whether in codes."""
+def _with_gradients(
+    steps: Sequence[SchemeStep], ends: Sequence[str], floats: Collection[str], grids: Grids
+) -> list[SchemeStep]:
+    """The steps with what is rounded on the way back."""
+    in_codes = {step.name for step in steps if step.in_codes and not isinstance(step.op, NodeOp)}
+    differentiable = {*floats, *(step.name for step in steps if step.op is None)}
+    expected = Counter([*ends, *(name for step in steps for name in step.inputs)])
+    arrived: dict[str, bool] = {}
+    """The gradients by now, and whether in codes."""
 
-    def __init__(
-        self,
-        steps: Sequence[SchemeStep],
-        ends: Sequence[str],
-        floats: Collection[str],
-        in_codes: Collection[str],
-        grids: Grids,
-    ) -> None:
-        self._steps, self._grids, self._in_codes = steps, grids, in_codes
-        self._floats = {*floats, *(step.name for step in steps if step.op is None)}
-        self._expected = Counter([*ends, *(name for step in steps for name in step.inputs)])
-        self._arrived: dict[str, bool] = {}  # whether in codes
-        for end in ends:
-            self._put(end, False)
-
-    def _put(self, value: str, coded: bool) -> None:
+    def put(value: str, coded: bool) -> None:
         """One more gradient: two become their float32 sum."""
-        if value in self._floats:
-            self._expected[value] -= 1
-            self._arrived[value] = coded and value not in self._arrived
+        if value in differentiable:
+            expected[value] -= 1
+            arrived[value] = coded and value not in arrived
 
-    def steps(self) -> list[SchemeStep]:
-        """The steps with what is rounded on the way back."""
-        return [self._with_gradient(step) for step in reversed(self._steps)][::-1]
-
-    def _with_gradient(self, step: SchemeStep) -> SchemeStep:
-        if step.name not in self._arrived:
-            return step
-        coded = self._arrived.pop(step.name)
+    for end in ends:
+        put(end, False)
+    found: list[SchemeStep] = []
+    for step in reversed(steps):
+        found.append(step)
+        coded = arrived.pop(step.name, None)
+        if coded is None:
+            continue
         if not isinstance(step.op, MapOp):
             keeps = step.op is None or isinstance(step.op, ActOp | CatOp)
             for source in step.inputs:
-                self._put(source, coded and keeps)
-            return step
+                put(source, coded and keeps)
+            continue
         for addend in step.inputs[1:]:
-            self._put(addend, True)
+            put(addend, True)
         x, rounding = step.inputs[0], None
-        completes = self._expected[x] == 1
-        if completes and step.op.x in self._in_codes:
-            known = self._grids.gradient(step.op.x)
-            rounding = known if known.keys else None
-        if rounding is not None:
-            self._arrived.pop(x, None)
-        self._put(x, rounding is not None)
-        return replace(
+        completes = expected[x] == 1
+        if completes and step.op.x in in_codes and (known := grids.gradient(step.op.x)).keys:
+            rounding = known
+            arrived.pop(x, None)
+        put(x, rounding is not None)
+        found[-1] = replace(
             step,
             passes_gradient=True,
             gradient_in_codes=coded,
             completes_gradient=completes,
             input_gradient=rounding,
         )
+    return found[::-1]

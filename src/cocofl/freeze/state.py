@@ -7,7 +7,6 @@ it counts one device's batches, so an average of it means nothing.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidState
+from cocofl.named import nearest
 from cocofl.span import Blocks
 
 State = dict[str, Tensor]
@@ -66,8 +66,7 @@ def check_state(
             _check_scale(key, state[key])
         elif key not in own:
             known = sorted(expected.keys() | set(scales or ()))
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; the nearest known key is {near[0]!r}" if near else ""
+            hint = nearest(key, known)
             raise InvalidState(f"the state has {key!r}, which this chain does not know{hint}")
 
 

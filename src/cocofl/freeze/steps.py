@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 from cocofl.chain.trace import is_layer
 from cocofl.errors import InvalidExample
-from cocofl.freeze.block_copy import copy_block
 from cocofl.freeze.kernels import Prepared
-from cocofl.freeze.nodes import node_function, run_nodes
-from cocofl.freeze.operations import Activation, NodeOp
+from cocofl.freeze.layout import channels_last
+from cocofl.freeze.operations import Activation, NodeOp, node_function
+from cocofl.freeze.scheme import Rounding, SchemeStep
+from cocofl.freeze.traced_blocks import copy_block
 from cocofl.numerics import (
     LARGEST_CODE,
     MIDDLE,
@@ -32,49 +33,51 @@ from cocofl.numerics import (
 
 Environment = dict[str, Any]
 Gradient = Codes | Tensor
+GridOf = Callable[[Rounding | None], Grid | None]
+"""From what a scheme rounds to, to the grid that this device rounds to; None for on the fly."""
 
 
-class Sink:
+class Sink(dict[str, Gradient]):
     """Gradients on their way back, by value; what several steps send to one value adds up."""
-
-    def __init__(self) -> None:
-        self._arrived: dict[str, Gradient] = {}
-
-    def take(self, value: str) -> Gradient | None:
-        """What has arrived for a value so far; it is the caller's from now on."""
-        return self._arrived.pop(value, None)
 
     def put(self, value: str, gradient: Gradient) -> None:
         """Add a gradient; two become their float32 sum."""
-        present = self._arrived.get(value)
-        if present is None:
-            self._arrived[value] = gradient
-        else:
-            self._arrived[value] = as_float(present) + as_float(gradient)
+        present = self.get(value)
+        self[value] = gradient if present is None else as_float(present) + as_float(gradient)
+
+
+def _changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A value with all of one kind in it changed, wherever they stand in its structure."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)(_changed(part, kind, change) for part in value)
+    return value
 
 
 def floats_of(value: Any) -> Any:
-    """A value with the codes in it dequantized, wherever they stand in its structure."""
-    if isinstance(value, Codes):
-        return value.dequantize()
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return type(value)(floats_of(part) for part in value)
-    return value
+    """A value with the codes in it dequantized."""
+    return _changed(value, Codes, Codes.dequantize)
+
+
+def _to_codes(x: Tensor, grid: Grid | None, *, unsigned: bool = False) -> Codes:
+    """On the known grid, or on the fly."""
+    x = channels_last(x)
+    return quantize_on_the_fly(x, unsigned=unsigned) if grid is None else quantize(x, grid)
 
 
 class Step(ABC):
     """One operation of a region."""
 
-    name: str
-    inputs: tuple[str, ...]
+    def __init__(self, planned: SchemeStep, grid_of: GridOf) -> None:
+        self.name, self.inputs = planned.name, planned.inputs
+        self.kernel = "codes" if planned.in_codes else "float32"
+        self._grid = grid_of(planned.output)
+        self._unsigned = planned.output is not None and planned.output.unsigned
 
     @abstractmethod
-    def forward(self, env: Environment) -> Any:
-        """The value of this step."""
-
-    @abstractmethod
-    def record(self, env: Environment) -> tuple[Any, Any]:
-        """The value, and the little that backward needs."""
+    def forward(self, env: Environment, *, keep: bool) -> tuple[Any, Any]:
+        """The value of this step and, to ``keep``, the little that backward needs."""
 
     @abstractmethod
     def backward(self, kept: Any, gradient: Gradient, sink: Sink, /) -> None:
@@ -84,39 +87,13 @@ class Step(ABC):
 class ToCodes(Step):
     """Quantizes a float value that int8 operations read; gradients pass straight through."""
 
-    def __init__(self, name: str, source: str, grid: Grid | None, *, unsigned: bool) -> None:
-        self.name, self.inputs = name, (source,)
-        self._grid, self._unsigned = grid, unsigned
-
-    def forward(self, env: Environment) -> Codes:
-        """On the known grid, or on the fly."""
-        x = env[self.inputs[0]]
-        if x.ndim == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        if self._grid is None:
-            return quantize_on_the_fly(x, unsigned=self._unsigned)
-        return quantize(x, self._grid)
-
-    def record(self, env: Environment) -> tuple[Codes, None]:
+    def forward(self, env: Environment, *, keep: bool) -> tuple[Codes, None]:  # noqa: ARG002
         """Nothing to keep."""
-        return self.forward(env), None
+        return _to_codes(env[self.inputs[0]], self._grid, unsigned=self._unsigned), None
 
     def backward(self, _kept: None, gradient: Gradient, sink: Sink) -> None:
         """Straight through."""
         sink.put(self.inputs[0], gradient)
-
-
-class MapTargets(NamedTuple):
-    """Where a map's results go: grids of its output, of its gradient, and of its input's."""
-
-    output: Grid | None
-    as_codes: bool
-    unsigned: bool
-    gradient: Grid | None
-    completes_gradient: bool
-    input_gradient: Grid | None
-    input_shape: tuple[int, ...] | None
-    """Of a sample, for which the gradient of a convolution was prepared."""
 
 
 class MapStep(Step):
@@ -124,66 +101,69 @@ class MapStep(Step):
 
     def __init__(
         self,
-        name: str,
-        inputs: tuple[str, ...],
+        planned: SchemeStep,
+        grid_of: GridOf,
         activation: Activation | None,
         run: Prepared,
         backward: Prepared | None,
-        targets: MapTargets,
+        input_shape: tuple[int, ...] | None,
+        kernel: str,
     ) -> None:
-        self.name, self.inputs = name, inputs
-        self._activation, self._run, self._gradient, self._to = activation, run, backward, targets
+        """``input_shape`` is that of a sample, for which a convolution's gradient was prepared."""
+        super().__init__(planned, grid_of)
+        self.kernel, self._input_shape = kernel, input_shape
+        self._activation, self._run, self._gradient = activation, run, backward
+        self._in_codes, self._completes = planned.in_codes, planned.completes_gradient
+        self._gradient_grid = grid_of(planned.gradient)
+        self._input_gradient_grid = grid_of(planned.input_gradient)
 
-    def forward(self, env: Environment) -> Gradient:
-        """Codes where others read codes, else float32."""
-        addend = env[self.inputs[1]] if len(self.inputs) > 1 else None
-        y = self._run(env[self.inputs[0]], self._to.output, addend)
-        if self._activation is not None and self._activation.upper is not None:
-            y = _cap(y, self._activation.upper)
-        if self._to.as_codes and not isinstance(y, Codes):
-            return quantize_on_the_fly(y, unsigned=self._to.unsigned)
-        return y
+    def forward(self, env: Environment, *, keep: bool) -> tuple[Gradient, Any]:
+        """Codes where others read codes, else float32.
 
-    def record(self, env: Environment) -> tuple[Gradient, Any]:
-        """Keeps what tells where the activation let values pass: one byte an element."""
-        shape, expected = tuple(env[self.inputs[0]].values.shape[1:]), self._to.input_shape
-        if expected is not None and shape != expected:
+        Keeps what tells where the activation let values pass: one byte an element.
+        """
+        x, addend = env[self.inputs[0]], env[self.inputs[1]] if len(self.inputs) > 1 else None
+        shape, expected = tuple(x.values.shape[1:]), self._input_shape
+        if keep and expected is not None and shape != expected:
             raise InvalidExample(
                 f"images of {_by(shape)} reach {self.name!r}; its int8 gradient was prepared for "
                 f"{_by(expected)}. Split the model with an example of the size it is trained on."
             )
-        y = self.forward(env)
-        if self._activation is None:
+        y = _capped(self._run(x, self._grid, addend), self._activation)
+        if self._in_codes and not isinstance(y, Codes):
+            y = _to_codes(y, None, unsigned=self._unsigned)
+        if not keep or self._activation is None:
             return y, None
-        if isinstance(y, Codes):
-            return y, y  # the codes themselves tell, and they are alive anyway
-        return y, _passed(y, self._activation)
+        # Codes themselves tell, and they are alive anyway.
+        return y, y if isinstance(y, Codes) else _passed(y, self._activation)
 
     def backward(self, kept: Any, gradient: Gradient, sink: Sink) -> None:
         """Mask, hand the addend its share, and go back through the weights in int8."""
         assert self._gradient is not None
         if isinstance(gradient, Tensor):
-            gradient = _to_codes(gradient, self._to.gradient)
+            gradient = _to_codes(gradient, self._gradient_grid)
         if kept is not None:
             mask = _passed(kept, self._activation) if isinstance(kept, Codes) else kept
             gradient = _masked(gradient, mask)
         x = self.inputs[0]
         if len(self.inputs) > 1:
             sink.put(self.inputs[1], gradient)
-        if self._to.completes_gradient:
-            sink.put(x, self._gradient(gradient, self._to.input_gradient, sink.take(x)))
-        else:
-            sink.put(x, self._gradient(gradient, None, None))
+        others = sink.pop(x, None) if self._completes else None
+        sink.put(x, self._gradient(gradient, self._input_gradient_grid, others))
 
 
 def _by(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 
-def _cap(y: Gradient, upper: float) -> Gradient:
+def _capped(y: Gradient, activation: Activation | None) -> Gradient:
+    """At the activation's upper bound, in place."""
+    if activation is None or activation.upper is None:
+        return y
     if isinstance(y, Codes):
-        return Codes(y.values.clamp_max_(min(_code_of(upper, y.grid), LARGEST_CODE)), y.grid)
-    return y.clamp_max_(upper)
+        top = min(_code_of(activation.upper, y.grid), LARGEST_CODE)
+        return Codes(y.values.clamp_max_(top), y.grid)
+    return y.clamp_max_(activation.upper)
 
 
 def _code_of(value: float, grid: Grid) -> int:
@@ -210,31 +190,22 @@ def _masked(gradient: Codes, mask: Tensor) -> Codes:
     return Codes(values, gradient.grid)
 
 
-def _to_codes(gradient: Tensor, grid: Grid | None) -> Codes:
-    if gradient.ndim == 4:
-        gradient = gradient.contiguous(memory_format=torch.channels_last)
-    return quantize_on_the_fly(gradient) if grid is None else quantize(gradient, grid)
-
-
 class ActStep(Step):
     """A ReLU on its own."""
 
-    def __init__(self, name: str, source: str, activation: Activation) -> None:
-        self.name, self.inputs, self._activation = name, (source,), activation
+    def __init__(self, planned: SchemeStep, grid_of: GridOf, activation: Activation) -> None:
+        super().__init__(planned, grid_of)
+        self._activation = activation
 
-    def forward(self, env: Environment) -> Gradient:
-        """Codes stay on their grid."""
+    def forward(self, env: Environment, *, keep: bool) -> tuple[Gradient, Any]:
+        """Codes stay on their grid. Keeps the mask."""
         x: Gradient = env[self.inputs[0]]
         if isinstance(x, Codes):
             y: Gradient = Codes(x.values.clamp_min(x.grid.zero_point), x.grid)
         else:
             y = x.relu()
-        return y if self._activation.upper is None else _cap(y, self._activation.upper)
-
-    def record(self, env: Environment) -> tuple[Gradient, Tensor]:
-        """Keeps the mask."""
-        y = self.forward(env)
-        return y, _passed(y, self._activation)
+        y = _capped(y, self._activation)
+        return y, _passed(y, self._activation) if keep else None
 
     def backward(self, kept: Tensor, gradient: Gradient, sink: Sink) -> None:
         """Where the value was cut off, so is the gradient."""
@@ -245,31 +216,25 @@ class ActStep(Step):
 class CatStep(Step):
     """A concatenation: copies codes where the parts share a grid."""
 
-    def __init__(
-        self, name: str, inputs: tuple[str, ...], dim: int, grid: Grid | None, *, unsigned: bool
-    ) -> None:
-        self.name, self.inputs = name, inputs
-        self._dim, self._grid, self._unsigned = dim, grid, unsigned
+    def __init__(self, planned: SchemeStep, grid_of: GridOf, dim: int) -> None:
+        super().__init__(planned, grid_of)
+        self._dim = dim
 
-    def forward(self, env: Environment) -> Codes:
-        """Parts on different grids meet in float32."""
+    def forward(self, env: Environment, *, keep: bool) -> tuple[Codes, Any]:  # noqa: ARG002
+        """Parts on different grids meet in float32. Keeps the sizes of the parts."""
         parts: list[Codes] = [env[name] for name in self.inputs]
+        sizes = [part.values.shape[self._dim] for part in parts]
         if len({part.grid for part in parts}) == 1:
-            return Codes(torch.cat([part.values for part in parts], self._dim), parts[0].grid)
+            whole = torch.cat([part.values for part in parts], self._dim)
+            return Codes(whole, parts[0].grid), sizes
         whole = torch.cat([part.dequantize() for part in parts], self._dim)
-        if self._grid is None:
-            return quantize_on_the_fly(whole, unsigned=self._unsigned)
-        return quantize(whole, self._grid)
-
-    def record(self, env: Environment) -> tuple[Codes, list[int]]:
-        """Keeps the sizes of the parts."""
-        return self.forward(env), [env[name].values.shape[self._dim] for name in self.inputs]
+        return _to_codes(whole, self._grid, unsigned=self._unsigned), sizes
 
     def backward(self, kept: list[int], gradient: Gradient, sink: Sink) -> None:
         """Each part gets its slice."""
         values = gradient.values if isinstance(gradient, Codes) else gradient
         for name, part in zip(self.inputs, values.split_with_sizes(kept, self._dim), strict=True):
-            own = part.contiguous(memory_format=torch.channels_last)
+            own = channels_last(part)
             sink.put(name, Codes(own, gradient.grid) if isinstance(gradient, Codes) else own)
 
 
@@ -286,37 +251,31 @@ class NodeStep(Step):
     Its backward pass is autograd's own, over this one node.
     """
 
-    def __init__(self, op: NodeOp, block: nn.Module) -> None:
-        self.name, self.inputs, self._layout = op.name, op.inputs, op.layout
+    def __init__(self, planned: SchemeStep, grid_of: GridOf, op: NodeOp, block: nn.Module) -> None:
+        super().__init__(planned, grid_of)
         self._op, self._functions = op, {node: _function(node, block) for node in op.nodes}
-        self._overwrites = op.overwrites
 
-    def forward(self, env: Environment) -> Any:
-        """On codes for a layout, else on floats."""
-        if self._moves_codes(env):
-            source: Codes = env[self.inputs[0]]
-            return _recode(self._apply(lambda name: _raw(env[name])), source.grid)
-        return self._apply(lambda name: self._own(floats_of(env[name])))
-
-    def _moves_codes(self, env: Environment) -> bool:
-        return self._layout and bool(self.inputs) and isinstance(env[self.inputs[0]], Codes)
-
-    def _own(self, value: Any) -> Any:
-        return value.clone() if self._overwrites and isinstance(value, Tensor) else value
-
-    def _apply(self, read: Callable[[str], Any]) -> Any:
-        return run_nodes(self._op, read, self._functions.__getitem__)
-
-    def record(self, env: Environment) -> tuple[Any, Any]:
-        """Keeps autograd's graph of this node, if a gradient can pass it."""
-        if self._moves_codes(env):
-            source, others = self.inputs[0], self.inputs[1:]
-            kept = _Replay(env[source].values.shape, {name: env[name] for name in others})
-            return self.forward(env), kept
+    def forward(self, env: Environment, *, keep: bool) -> tuple[Any, Any]:
+        """On codes for a layout, else on floats. Keeps autograd's graph, if a gradient can pass."""
+        source = env[self.inputs[0]] if self._op.layout and self.inputs else None
+        if isinstance(source, Codes):
+            result = self._apply(lambda name: _raw(env[name]))
+            others = {name: env[name] for name in self.inputs[1:]}
+            coded = _changed(result, Tensor, lambda moved: Codes(moved, source.grid))
+            return coded, _Replay(source.values.shape, others)
+        if not keep:
+            return self._apply(lambda name: floats_of(env[name])), None
         leaves, result = self._traced(env)
         if isinstance(result, Tensor):
             return result.detach(), (leaves, result) if result.requires_grad else None
         return result, None
+
+    def _apply(self, read: Callable[[str], Any]) -> Any:
+        def own(name: str) -> Any:
+            value = read(name)
+            return value.clone() if self._op.overwrites and isinstance(value, Tensor) else value
+
+        return self._op.run(own, self._functions.__getitem__)
 
     def _traced(self, env: Environment) -> tuple[dict[str, Tensor], Any]:
         leaves = {
@@ -326,7 +285,7 @@ class NodeStep(Step):
         }
         with torch.enable_grad():
             result = self._apply(
-                lambda name: self._own(leaves[name] if name in leaves else floats_of(env[name]))
+                lambda name: leaves[name] if name in leaves else floats_of(env[name])
             )
         return leaves, result
 
@@ -348,14 +307,6 @@ class NodeStep(Step):
 
 def _raw(value: Any) -> Any:
     return value.values if isinstance(value, Codes) else value
-
-
-def _recode(result: Any, grid: Grid) -> Any:
-    if isinstance(result, Tensor):
-        return Codes(result, grid)
-    if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
-        return type(result)(_recode(part, grid) for part in result)
-    return result
 
 
 def _function(node: fx.Node, block: nn.Module) -> Callable[..., Any]:

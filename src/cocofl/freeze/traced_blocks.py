@@ -1,21 +1,22 @@
-"""A block as a graph of nodes, and what one run on the example shows of each node."""
+"""A block as a graph of nodes, what one run on the example shows of each node, and copies."""
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from cocofl.chain import Wiring, graph_block
+from cocofl.chain import graph_block
 from cocofl.errors import CannotLower, CannotSplit, InvalidExample
-from cocofl.freeze.block_copy import copy_block
-from cocofl.freeze.layout import FaultyConvolutions
+from cocofl.freeze.layout import FaultyConvolutions, channels_last
 
 
 def as_graph(block: nn.Module, n_inputs: int = 1) -> fx.GraphModule:
@@ -25,6 +26,11 @@ def as_graph(block: nn.Module, n_inputs: int = 1) -> fx.GraphModule:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about layers that stay whole
         return graph_block(block, n_inputs)
+
+
+def called_module(node: fx.Node, block: nn.Module) -> nn.Module | None:
+    """The module that a node calls, if it calls one."""
+    return block.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def as_one_node(block: nn.Module, n_inputs: int, structure: Any) -> fx.GraphModule:
@@ -118,14 +124,10 @@ class SeenBlock:
     """A copy that no module owns, so that operations do not keep the chain's weights alive."""
     watch: Watch
     arguments: list[Any]
+    """What it was given; the versions of tensors tell whether it has written into them."""
     result: Any
     whole: Any
     channels_last: bool
-
-    def overwritten_inputs(self, wiring: Wiring) -> list[str]:
-        """The inputs that the block has written into."""
-        pairs = zip(wiring.inputs, self.arguments, strict=True)
-        return [name for name, x in pairs if isinstance(x, Tensor) and x._version]
 
 
 def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
@@ -150,8 +152,7 @@ def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
 
 
 def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> SeenBlock:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(traced.graph, val_map={}))
+    graph = copy.deepcopy(traced.graph)
     watch = Watch(traced, graph)
     own = [_copied(x) for x in arguments]
     result = watch.run(*own)
@@ -184,15 +185,10 @@ def _runs_channels_last(traced: fx.GraphModule, arguments: list[Any]) -> bool:
     own_block = copy_block(traced, {}).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     trial = fx.Interpreter(own_block)
     trial.extra_traceback = False
-    images = torch.channels_last
-    own = [
-        x.contiguous(memory_format=images) if isinstance(x, Tensor) and x.ndim == 4 else x
-        for x in map(_copied, arguments)
-    ]
     faults = FaultyConvolutions()
     try:
         with faults:
-            trial.run(*own)
+            trial.run(*[channels_last(_copied(x)) for x in arguments])
     except RuntimeError:
         return False
     return not faults.seen
@@ -210,3 +206,44 @@ def mapped(structure: Any, of: Callable[[fx.Node], Any]) -> Any:
         parts = [mapped(part, of) for part in structure]
         return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
     return structure
+
+
+def copy_block(block: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """The block with its tensors cloned, taken from ``state`` where it has them.
+
+    What is shared inside the block (a layer, a tied weight) is shared inside the copy. Copying a
+    traced block with ``deepcopy`` would generate its code anew; this shares it.
+    """
+    made: dict[int, Any] = {}
+    for path, module in block.named_modules():
+        made[id(module)] = object.__new__(type(module))
+        vars(made[id(module)]).update(vars(module))
+        for name, own in {**module._parameters, **module._buffers}.items():
+            if own is not None and id(own) not in made:
+                value = state.get(f"{path}.{name}" if path else name, own).detach().clone()
+                is_parameter = isinstance(own, nn.Parameter)
+                made[id(own)] = nn.Parameter(value, own.requires_grad) if is_parameter else value
+    for module in block.modules():
+        own_values = vars(made[id(module)])
+        for registry in _REGISTRIES:
+            held = vars(module)[registry].items()
+            own_values[registry] = {name: None if x is None else made[id(x)] for name, x in held}
+        if not isinstance(module, fx.GraphModule):
+            _copy_attributes(module, made)
+    result: nn.Module = made[id(block)]
+    return result
+
+
+def _copy_attributes(module: nn.Module, made: dict[int, Any]) -> None:
+    """Let attributes of the copy refer to the copy: bound methods, lists of weights or layers."""
+    own = vars(made[id(module)])
+    for name, value in vars(module).items():
+        empty = isinstance(value, dict | list | tuple | set) and not value
+        if name not in _REGISTRIES and not isinstance(value, _UNCHANGED) and not empty:
+            # A tensor that is no parameter may be part of an autograd graph: no deepcopy.
+            is_tensor = isinstance(value, Tensor)
+            own[name] = value.detach().clone() if is_tensor else copy.deepcopy(value, made)
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_UNCHANGED = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, type)

@@ -15,6 +15,15 @@ Segments = tuple[int, ...]
 class Network(nn.Module, ABC):
     """An ordinary ``nn.Module`` that can also show what it eats, and how a width slices it."""
 
+    def __init__(self, num_classes: int, width: float) -> None:
+        super().__init__()
+        if num_classes < 1:
+            raise InvalidModel(f"num_classes is {num_classes}; a classifier needs at least 1 class")
+        if not 0 < width <= 1:
+            raise InvalidModel(
+                f"width is {width}; expected the share of the channels to keep, a ratio in (0, 1]"
+            )
+
     @abstractmethod
     def example_input(self, batch_size: int = 2) -> Tensor:
         """A batch of the right shape and type, the same one every time."""
@@ -30,8 +39,11 @@ class Network(nn.Module, ABC):
 class ImageNetwork(Network):
     """A network for square images of ``image_size`` pixels a side."""
 
-    image_size: int
-    image_channels: int = 3
+    def __init__(
+        self, num_classes: int, width: float, image_size: int = 32, image_channels: int = 3
+    ) -> None:
+        super().__init__(num_classes, width)
+        self.image_size, self.image_channels = image_size, image_channels
 
     def example_input(self, batch_size: int = 2) -> Tensor:
         """Normally distributed pixels, (batch, channels, image_size, image_size)."""
@@ -46,13 +58,3 @@ def narrowed(channels: int, width: float) -> int:
     (64, 26, 1)
     """
     return max(1, round(channels * width))
-
-
-def check(num_classes: int, width: float) -> None:
-    """Refuse what no network can be built with."""
-    if num_classes < 1:
-        raise InvalidModel(f"num_classes is {num_classes}; a classifier needs at least 1 class")
-    if not 0 < width <= 1:
-        raise InvalidModel(
-            f"width is {width}; expected the share of the channels to keep, a ratio in (0, 1]"
-        )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from cocofl.models.base import ImageNetwork, check, narrowed
+from cocofl.models.base import ImageNetwork, narrowed
 
 
 class SmallCNN(ImageNetwork):
     """3 blocks: two convolutions, each with ReLU and pooling, and a classifier."""
 
     def __init__(self, num_classes: int, channels: tuple[int, int], *, width: float) -> None:
-        super().__init__()
-        self.image_size = 32
-
+        super().__init__(num_classes, width)
         first, second = (narrowed(n, width) for n in channels)
         self.first = nn.Sequential(nn.Conv2d(3, first, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
         self.second = nn.Sequential(
@@ -31,5 +29,4 @@ class SmallCNN(ImageNetwork):
 
 def cnn(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> SmallCNN:
     """Convolutions 3→32 and 32→64, each followed by ReLU and pooling, and a linear layer."""
-    check(num_classes, width)
     return SmallCNN(num_classes, (4, 8) if tiny else (32, 64), width=width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cocofl.models.base import ImageNetwork, Segments, check, narrowed
+from cocofl.models.base import ImageNetwork, Segments, narrowed
 
 BOTTLENECK = 4  # the 1×1 convolution makes this many times the growth, whatever comes in
 
@@ -52,9 +52,7 @@ class DenseNet(ImageNetwork):
     """
 
     def __init__(self, num_classes: int, *, growth: int, layers: list[int], width: float) -> None:
-        super().__init__()
-        self.image_size = 32
-
+        super().__init__(num_classes, width)
         channels = narrowed(2 * growth, width)
         growth = narrowed(growth, width)
         self.stem = nn.Conv2d(3, channels, 3, padding=1, bias=False)
@@ -105,7 +103,6 @@ class DenseNet(ImageNetwork):
 
 def densenet40(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> DenseNet:
     """DenseNet40 for 32×32: growth 12, bottlenecks, transitions that halve the channels."""
-    check(num_classes, width)
     if tiny:
         return DenseNet(num_classes, growth=4, layers=[2, 2], width=width)
     return DenseNet(num_classes, growth=12, layers=[6, 6, 6], width=width)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from cocofl.models.base import ImageNetwork, check, narrowed
+from cocofl.models.base import ImageNetwork, narrowed
 
 Norm = Callable[[int], nn.Module]
 
@@ -25,48 +25,26 @@ class Shape(NamedTuple):
     """Everything that tells one MobileNetV2 from another, apart from its norm."""
 
     image_size: int
-    stem_stride: int
     stem: int
+    stem_stride: int
     stages: Sequence[Stage]
     head: int
 
 
-SMALL_IMAGES = Shape(
-    image_size=32,
-    stem_stride=1,
-    stem=32,
-    stages=[
-        Stage(1, 16, 1, stride=1),
-        Stage(6, 24, 2, stride=1),
-        Stage(6, 32, 3, stride=2),
-        Stage(6, 64, 4, stride=2),
-        Stage(6, 96, 3, stride=1),
-        Stage(6, 160, 3, stride=2),
-        Stage(6, 320, 1, stride=1),
-    ],
-    head=1280,
-)
+FIRST, SECOND = Stage(1, 16, 1, stride=1), Stage(6, 24, 2, stride=1)
+LATER = [
+    Stage(6, 32, 3, stride=2),
+    Stage(6, 64, 4, stride=2),
+    Stage(6, 96, 3, stride=1),
+    Stage(6, 160, 3, stride=2),
+    Stage(6, 320, 1, stride=1),
+]
+SMALL_IMAGES = Shape(32, stem=32, stem_stride=1, stages=[FIRST, SECOND, *LATER], head=1280)
 # 256×256 pixels shrink by 32 instead of 8: the stem and the second stage have a stride, too.
-LARGE_IMAGES = SMALL_IMAGES._replace(
-    image_size=256,
-    stem_stride=2,
-    stages=[
-        stage._replace(stride=2) if stage.channels == 24 else stage for stage in SMALL_IMAGES.stages
-    ],
-)
+LARGE_IMAGES = Shape(256, 32, 2, [FIRST, SECOND._replace(stride=2), *LATER], head=1280)
 # Every kind of inverted residual once: no expansion, convolution as shortcut, identity, stride.
-TINY = Shape(
-    image_size=32,
-    stem_stride=2,
-    stem=8,
-    stages=[
-        Stage(1, 8, 1, stride=1),
-        Stage(3, 12, 2, stride=1),
-        Stage(3, 16, 2, stride=2),
-        Stage(3, 24, 1, stride=1),
-    ],
-    head=64,
-)
+TINY_STAGES = [Stage(1, 8, 1, 1), Stage(3, 12, 2, 1), Stage(3, 16, 2, 2), Stage(3, 24, 1, 1)]
+TINY = Shape(32, stem=8, stem_stride=2, stages=TINY_STAGES, head=64)
 
 
 class ConvNormReLU(nn.Sequential):
@@ -133,9 +111,7 @@ class MobileNetV2(ImageNetwork):
     """20 blocks at full size: stem, 17 inverted residuals, head, classifier."""
 
     def __init__(self, num_classes: int, shape: Shape, *, norm: Norm, width: float) -> None:
-        super().__init__()
-        self.image_size = shape.image_size
-
+        super().__init__(num_classes, width, shape.image_size)
         channels = shape.stem
         self.stem = ConvNormReLU(
             3, narrowed(channels, width), kernel=3, stride=shape.stem_stride, norm=norm
@@ -176,20 +152,17 @@ def one_group_per_channel(channels: int) -> nn.Module:
 
 def mobilenet(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> MobileNetV2:
     """MobileNetV2 for 32×32."""
-    check(num_classes, width)
     shape = TINY if tiny else SMALL_IMAGES
     return MobileNetV2(num_classes, shape, norm=nn.BatchNorm2d, width=width)
 
 
 def mobilenet_groupnorm(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> MobileNetV2:
     """MobileNetV2 for 32×32 with GroupNorm, one group per channel, in place of BatchNorm."""
-    check(num_classes, width)
     shape = TINY if tiny else SMALL_IMAGES
     return MobileNetV2(num_classes, shape, norm=one_group_per_channel, width=width)
 
 
 def mobilenet_large(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> MobileNetV2:
     """MobileNetV2 for 256×256 (tiny: 64×64)."""
-    check(num_classes, width)
     shape = TINY._replace(image_size=64) if tiny else LARGE_IMAGES
     return MobileNetV2(num_classes, shape, norm=nn.BatchNorm2d, width=width)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from cocofl.models.base import ImageNetwork, check, narrowed
+from cocofl.models.base import ImageNetwork, narrowed
 
 
 class Stage(NamedTuple):
@@ -93,9 +93,7 @@ class ResNet(ImageNetwork):
         image_size: int = 32,
         image_channels: int = 3,
     ) -> None:
-        super().__init__()
-        self.image_size, self.image_channels = image_size, image_channels
-
+        super().__init__(num_classes, width, image_size, image_channels)
         channels = narrowed(stages[0].channels, width)
         self.stem = nn.Sequential(
             nn.Conv2d(image_channels, channels, 3, padding=1, bias=False),
@@ -122,13 +120,11 @@ class ResNet(ImageNetwork):
 
 def resnet18(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> ResNet:
     """ResNet18 for 32×32."""
-    check(num_classes, width)
     return ResNet(num_classes, BasicBlock, TINY if tiny else RESNET18, width=width)
 
 
 def resnet50(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> ResNet:
     """ResNet50 for 32×32."""
-    check(num_classes, width)
     return ResNet(num_classes, Bottleneck, TINY if tiny else RESNET50, width=width)
 
 
@@ -136,7 +132,6 @@ def resnet10_digits(
     num_classes: int, *, width: float = 1.0, tiny: bool = False, image_size: int = 8
 ) -> ResNet:
     """6 blocks for small grey images, such as scikit-learn's digits of 8×8."""
-    check(num_classes, width)
     stages = TINY if tiny else RESNET10
     return ResNet(
         num_classes, BasicBlock, stages, width=width, image_size=image_size, image_channels=1

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl.errors import InvalidModel
-from cocofl.models.base import Network, Segments, check, narrowed
+from cocofl.models.base import Network, Segments, narrowed
 
 PADDING = 0
 
@@ -143,10 +143,8 @@ class Encoder(Network):
     def __init__(
         self, num_classes: int, vocabulary: int, shape: Shape, *, pool: nn.Module, width: float
     ) -> None:
-        super().__init__()
-        self.vocabulary = vocabulary
-        self.length = shape.length
-
+        super().__init__(num_classes, width)
+        self.vocabulary, self.length = vocabulary, shape.length
         self.embedding = Embedding(vocabulary, shape, width)
         self.layers = nn.ModuleList(EncoderLayer(shape, width) for _ in range(shape.layers))
         self.pool = pool
@@ -181,7 +179,6 @@ class Encoder(Network):
 
 def transformer(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> Encoder:
     """Classifies a text of 512 tokens out of 16 000 (tiny: 24 tokens out of 256)."""
-    check(num_classes, width)
     vocabulary, shape = (TINY_VOCABULARY, TINY) if tiny else (REVIEW_VOCABULARY, REVIEW)
     return Encoder(num_classes, vocabulary, shape, pool=MeanOverTokens(), width=width)
 
@@ -191,7 +188,6 @@ def transformer_seq2seq(num_classes: int, *, width: float = 1.0, tiny: bool = Fa
 
     The classes are the vocabulary: the 80 characters of the data set and the padding are 81.
     """
-    check(num_classes, width)
     if num_classes < 2:
         raise InvalidModel(
             f"num_classes is {num_classes}; the classes of the next-character network are its "

@@ -8,8 +8,7 @@ from functools import cache
 import torch
 
 from cocofl.errors import KernelMissing
-from cocofl.freeze.kernels.base import Geometry, Kernel, LinearMap, Prepared
-from cocofl.freeze.kernels.floating import BFLOAT16, REFERENCE
+from cocofl.freeze.kernels.base import BFLOAT16, REFERENCE, Geometry, Kernel, LinearMap, Prepared
 from cocofl.freeze.kernels.legacy import FBGEMM, NATIVE, QNNPACK
 from cocofl.freeze.kernels.onednn import ONEDNN
 from cocofl.numerics import Codes, Grid, QuantizedWeight

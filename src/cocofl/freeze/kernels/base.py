@@ -2,6 +2,10 @@
 
 A convolution, a linear layer, a folded BatchNorm and the input gradient of each are all linear
 maps with int8 weights, so this one small interface is all a new backend has to fill.
+
+The kernel ``reference`` is the definition of the numbers: codes are dequantized, multiplied in
+float32, and quantized again. It runs on every device, CUDA included, and every other kernel is
+tested against it. ``bfloat16`` does the same with fewer bits.
 """
 
 from __future__ import annotations
@@ -9,12 +13,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from cocofl.numerics import Codes, Grid, QuantizedWeight
+from cocofl.numerics import Codes, Grid, QuantizedWeight, as_float, quantize
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,9 @@ class LinearMap:
         return f"conv {per_group * g.groups}>{out} {walk} {pads} z{self.input_zero_point} on {size}"
 
 
-class Prepared(Protocol):
-    """A linear map ready to run."""
-
-    def __call__(
-        self, x: Codes, out: Grid | None, addend: Codes | Tensor | None, /
-    ) -> Codes | Tensor:
-        """Codes on ``out``, or float32 where ``out`` is None; ``addend`` is left untouched."""
+Prepared = Callable[[Codes, Grid | None, Codes | Tensor | None], Codes | Tensor]
+"""A linear map ready to run: from an input, the grid of the result and an addend to codes on that
+grid, or to float32 where it is None. The addend is left untouched."""
 
 
 @dataclass(frozen=True)
@@ -87,3 +88,35 @@ def bits_with(*instructions: str) -> int:
     """
     features = torch.cpu.get_capabilities()
     return 8 if not is_x86() or any(features.get(name) for name in instructions) else 7
+
+
+def _prepare(linear_map: LinearMap, dtype: torch.dtype) -> Prepared:
+    weight, geometry = linear_map.weight, linear_map.geometry
+    bias = None if linear_map.bias is None else linear_map.bias.to(dtype)
+
+    def run(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
+        values, w = x.dequantize().to(dtype), weight.dequantize().to(dtype)
+        if geometry is None:
+            y = F.linear(values, w, bias)
+        else:
+            g = geometry
+            y = F.conv2d(values, w, bias, g.stride, g.padding, g.dilation, g.groups)
+        y = y.float()
+        if addend is not None:
+            y += as_float(addend)
+        if linear_map.relu:
+            y.relu_()
+        return y if out is None else quantize(y, out)
+
+    return run
+
+
+def _no_fast_bfloat16() -> str | None:
+    if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return "this processor has no bfloat16 instructions"
+
+
+_in_float32, _in_bfloat16 = (partial(_prepare, dtype=t) for t in (torch.float32, torch.bfloat16))
+REFERENCE = Kernel("reference", _in_float32, lambda: None, integer=False, cpu_only=False)
+BFLOAT16 = Kernel("bfloat16", _in_bfloat16, _no_fast_bfloat16, integer=False, cpu_only=False)

@@ -16,8 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cocofl.freeze.kernels.base import Kernel, LinearMap, Prepared, bits_with, is_x86
-from cocofl.freeze.kernels.floating import REFERENCE
+from cocofl.freeze.kernels.base import REFERENCE, Kernel, LinearMap, Prepared, bits_with, is_x86
 from cocofl.numerics import LARGEST_CODE, Codes, Grid, as_float, quantize
 
 _SEVEN_BITS = 63  # the largest code of a 7-bit weight
@@ -80,15 +79,15 @@ def _sums_in_int16(linear_map: LinearMap) -> bool:
 
 def _before_adding(out: Grid, addend: Codes | Tensor) -> Grid:
     """The grid of all values which, with some addend, give a sum that ``out`` can hold."""
-    low, high = (out.scale * (end - out.zero_point) for end in (0, LARGEST_CODE))
-    if isinstance(addend, Codes):
-        grid = addend.grid
-        least, most = (grid.scale * (end - grid.zero_point) for end in (0, LARGEST_CODE))
-    else:
-        least, most = (float(end) for end in torch.aminmax(addend))
-    low, high = min(low - most, 0.0), max(high - least, 0.0)
+    low, high = _ends(out)
+    least, most = _ends(addend.grid) if isinstance(addend, Codes) else torch.aminmax(addend)
+    low, high = min(low - float(most), 0.0), max(high - float(least), 0.0)
     scale = (high - low) / LARGEST_CODE
     return Grid(scale, round(-low / scale))
+
+
+def _ends(grid: Grid) -> tuple[float, float]:
+    return -grid.scale * grid.zero_point, grid.scale * (LARGEST_CODE - grid.zero_point)
 
 
 def _missing(engine: str) -> str | None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from cocofl.chain import BlockChain
-from cocofl.freeze.nodes import node_function, run_nodes
-from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, Operation
+from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, Operation, node_function
 
 _SAMPLES = 3
 
@@ -56,7 +55,7 @@ def _result(op: Operation, graph: fx.GraphModule, env: dict[str, Any]) -> Any:
         return torch.cat([env[name] for name in op.inputs], op.dim)
     if op.drops:
         return env[op.inputs[0]]
-    return run_nodes(op, lambda name: _copy(env[name]), partial(node_function, root=graph))
+    return op.run(lambda name: _copy(env[name]), partial(node_function, root=graph))
 
 
 def _copy(x: Any) -> Any:

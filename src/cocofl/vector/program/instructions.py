@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from cocofl.freeze.grids import GRADIENT, OUTPUT
 from cocofl.freeze.kernels import Geometry
 from cocofl.freeze.operations import ActOp, CatOp, MapOp, NodeOp
+from cocofl.freeze.scheme import GRADIENT, OUTPUT
 from cocofl.numerics import StackedGrid
 from cocofl.vector.kernels import Activation, Dropping
 from cocofl.vector.kernels.plain import normalise_leading

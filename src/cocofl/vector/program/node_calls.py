@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,10 +19,9 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from cocofl.freeze.block_copy import copy_block
-from cocofl.freeze.floating import with_batch_statistics
-from cocofl.freeze.nodes import attribute_of, node_function, run_nodes
-from cocofl.freeze.operations import NodeOp
+from cocofl.freeze.fusion import with_batch_statistics
+from cocofl.freeze.operations import NodeOp, node_function
+from cocofl.freeze.traced_blocks import copy_block
 from cocofl.vector.program.row_layout import ChainLayout, Segment
 
 MERGED, MAPPED, LOOPED = "merged", "mapped", "looped"
@@ -85,7 +85,7 @@ class NodeCall:
                 value = results[name] if name in results else values[name]
                 return value.clone() if clone and isinstance(value, Tensor) else value
 
-            results[piece.op.name] = run_nodes(piece.op, read, root.function)
+            results[piece.op.name] = piece.op.run(read, root.function)
         return results[self.name]
 
     def merged(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -198,7 +198,7 @@ def _held(piece: Piece, layout: ChainLayout) -> list[Held]:
             module = piece.modes.original.get_submodule(str(node.target))
             tensors = [*module.named_parameters(), *module.named_buffers()]
         elif node.op == "get_attr" and node.target != "training":
-            value = attribute_of(piece.modes.original, str(node.target))
+            value = attrgetter(str(node.target))(piece.modes.original)
             tensors = [("", value)] if isinstance(value, Tensor) else []
         else:
             continue
@@ -235,7 +235,7 @@ def _two(held: Held, pieces: tuple[Piece, ...]) -> Tensor:
     for piece in pieces:
         if held.node in piece.op.nodes:
             path = ".".join(part for part in (str(held.node.target), held.name) if part)
-            value = attribute_of(piece.modes.original, path).detach()
+            value = attrgetter(path)(piece.modes.original).detach()
             return torch.stack([value, value * 1.1])
     raise AssertionError(held)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocofl.freeze.grids import GRADIENT, OUTPUT, scale_key
+from cocofl.freeze.scheme import GRADIENT, OUTPUT, scale_key
 from cocofl.vector.kernels import Asked, Norm
 from cocofl.vector.kernels.choice import KernelSet
 from cocofl.vector.kernels.rows import row_count

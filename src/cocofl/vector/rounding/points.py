@@ -13,9 +13,8 @@ from functools import cache
 from typing import NamedTuple
 
 from cocofl.freeze import Network
-from cocofl.freeze.grids import GRADIENT, OUTPUT, Rounding, scale_key
 from cocofl.freeze.operations import LoweredBlock, NodeOp
-from cocofl.freeze.scheme import QuantizationScheme
+from cocofl.freeze.scheme import GRADIENT, OUTPUT, QuantizationScheme, Rounding, scale_key
 from cocofl.span import Blocks, Role
 
 
