@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cocofl.numerics import StackedGrid
+
 
 class Activation(NamedTuple):
     """None, ReLU, or a ReLU with an upper bound."""
@@ -16,6 +18,9 @@ class Activation(NamedTuple):
     upper: float | None = None
     cap: Tensor | None = None
     """What the upper bound became on each device's grid, (device)."""
+
+
+NO_ACTIVATION = Activation(False)
 
 
 class Asked(NamedTuple):
@@ -45,6 +50,23 @@ class Backward(NamedTuple):
     y: Tensor
     weight: Tensor | None
     bias: Tensor | None
+
+
+class Kept(NamedTuple):
+    """What the way back through a layer's end needs of the way forward."""
+
+    z: Tensor | None
+    """The result; where it is not given, it is computed from ``y`` again."""
+    y: Tensor | None
+    activation: Activation
+    z_grid: StackedGrid | None
+    rows: Tensor
+    c: Coefficients | None
+    norm: Norm | None
+    asked: Tensor
+    """Devices that need a gradient; kernels may leave the others' undefined."""
+    share: bool
+    """Whether the addend's gradient is wanted, too."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cocofl.numerics import SIGNED_LEVELS, StackedGrid
-from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
+from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Kept, Norm
 
 _TILE = 2048  # float32 numbers that a program holds at a time
 _PROGRAMS = 528  # that sum something up: enough to fill a large GPU, and each has much to read
@@ -397,25 +397,9 @@ def _back(
     tl.store(OUT + at, g, mask=inside)
 
 
-def back(
-    g: Tensor,
-    z: Tensor | None,
-    activation: Activation,
-    grid: StackedGrid | None,
-    y: Tensor | None,
-    rows: Tensor,
-    c: Coefficients | None,
-    norm: Norm | None,
-    z_grid: StackedGrid | None,
-    *,
-    asked: Tensor,
-    share: bool,
-) -> tuple[Tensor, Backward]:
-    """The whole way back; the first is the addend's share (``share``), else undefined.
-
-    Where ``z`` is not given, it is computed from ``y`` again: that is cheaper than to read it.
-    Only the devices of ``asked`` get a gradient.
-    """
+def back(g: Tensor, grid: StackedGrid | None, kept: Kept) -> tuple[Tensor, Backward]:
+    """The whole way back; the first is the addend's share where it is wanted, else undefined."""
+    z, y, activation, z_grid, rows, c, norm, asked, share = kept
     d, n, channels = g.shape
     down, across = _blocks(g)
     wide = triton.cdiv(channels, across)

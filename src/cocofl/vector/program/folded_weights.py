@@ -72,7 +72,7 @@ def _fold(
     if not quantized:
         return FoldedLayer(floats, floats)
     forward = quantize_weight(flat).dequantize().view_as(weight)
-    groups = 1 if layer.geometry is None else layer.geometry.groups
+    groups = 1 if layer.op.geometry is None else layer.op.geometry.groups
     backward = _quantized_per_input(flat, states * groups).view_as(weight)
     return FoldedLayer(floats, Folded(forward, backward, None, offset))
 

@@ -62,9 +62,8 @@ class Piece:
 class NodeCall:
     """An operation, after those that make the sizes and constants it needs."""
 
-    def __init__(self, pieces: tuple[Piece, ...], block: int, layout: ChainLayout) -> None:
-        self.pieces, self.block = pieces, block
-        self.name = pieces[-1].op.name
+    def __init__(self, pieces: tuple[Piece, ...], layout: ChainLayout) -> None:
+        self.pieces = pieces
         made = {piece.op.name for piece in pieces}
         read = (name for piece in pieces for name in piece.op.inputs if name not in made)
         self.inputs = tuple(dict.fromkeys(read))
@@ -86,7 +85,7 @@ class NodeCall:
                 return value.clone() if clone and isinstance(value, Tensor) else value
 
             results[piece.op.name] = run_nodes(piece.op, read, root.function)
-        return results[self.name]
+        return results[self.pieces[-1].op.name]
 
     def merged(self, values: Mapping[str, Tensor]) -> Tensor:
         """For all devices' samples as one batch."""

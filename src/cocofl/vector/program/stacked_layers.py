@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.numerics import StackedGrid
-from cocofl.vector.kernels import Activation, Asked
+from cocofl.vector.kernels.base import Activation, Asked
 from cocofl.vector.kernels.choice import Convolution, KernelSet, LinearKernels
 from cocofl.vector.kernels.rows import from_rows, rows_of
 from cocofl.vector.program.streams import Beside

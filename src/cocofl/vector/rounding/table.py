@@ -1,9 +1,10 @@
-"""The grids of a cohort's devices at all rounding points, in tensors."""
+"""The grids of a cohort's devices at all rounding points, in tensors; and a point in one step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -107,6 +108,46 @@ class RoundingTable:
         known = StackedGrid(*(part[i] for part in self._grid))
         kernels = self._kernels.rows(scale)
         return kernels.measured_grid(scale, self.on_the_fly[i], self.unsigned[i], known)
+
+
+Note = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class ActivePoint:
+    """A point in one step: its table, whether someone scales on the fly, whom to tell the scale."""
+
+    kernels: KernelSet
+    point: RoundingPoint
+    table: RoundingTable | None
+    on_the_fly: bool
+    note: Note | None
+
+    @property
+    def must_measure(self) -> bool:
+        """Whether the tensor's own scale is needed."""
+        return self.on_the_fly or self.note is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing happens here."""
+        return self.note is None and self.known() is None
+
+    def idle(self) -> ActivePoint:
+        """The same place, where nothing is left to do."""
+        return ActivePoint(self.kernels, self.point, None, on_the_fly=False, note=None)
+
+    def known(self) -> StackedGrid | None:
+        """The grids, as far as they do not depend on the tensor."""
+        return None if self.table is None else self.table.known(self.point)
+
+    def measure(self, scale: Tensor) -> StackedGrid | None:
+        """The grids, given the tensor's own scale on each device."""
+        if self.note is not None:
+            self.note(scale)
+        if self.on_the_fly and self.table is not None:
+            return self.table.measured(self.point, scale)
+        return self.known()
 
 
 class CohortRounding:

@@ -126,7 +126,7 @@ class Cohort:
         self._frozen = FrozenWeights(self.program, devices, self.on)
         self.measured = zeros(len(self.program.sites.keys), dtype=torch.float32).fill_(torch.nan)
         shape = self.program.n_blocks, devices
-        flags = (torch.zeros(shape, dtype=torch.bool, device=self.on) for _ in range(4))
+        flags = (torch.zeros(shape, dtype=torch.bool, device=self.on) for _ in range(3))
         self._roles = Roles(*flags)
         self._learns = zeros(layout.parameters.size, dtype=torch.bool)
         self._own = torch.zeros_like(self._learns)
@@ -497,7 +497,6 @@ def _role_masks(works: Sequence[DeviceWork], n_blocks: int) -> dict[str, NDArray
         "trained": trained,
         "reached": reached,
         "with_batch": trained | (variants == "f"),
-        "quantized": ~trained & (variants == "qff"),
     }
 
 
