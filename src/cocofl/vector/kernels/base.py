@@ -44,12 +44,8 @@ class Coefficients(NamedTuple):
     rstd: Tensor
 
 
-class Backward(NamedTuple):
-    """Gradients of a layer's output, and of a norm's weight and bias."""
-
-    y: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Of what a layer's product made, of the addend, and of a norm's weight and bias."""
 
 
 class Kept(NamedTuple):
@@ -106,8 +102,3 @@ class Dropping(NamedTuple):
 
     p: float
     active: Tensor
-
-    @property
-    def threshold(self) -> int:
-        """Which of 2^32 numbers drop."""
-        return min(round(self.p * 2**32), 2**32 - 1)

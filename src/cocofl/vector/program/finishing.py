@@ -96,9 +96,9 @@ class _Finish(torch.autograd.Function):
         point, run, rows, needed = ctx.point, ctx.run, ctx.kept.rows, ctx.needs_input_grad
         g = g.contiguous()
         grid = point.measure(run.largest(g, rows)) if point.must_measure else point.known()
-        share, found = run.back(g, grid, ctx.kept._replace(y=y, z=z))
-        offset = run.total(found.y, rows) if needed[2] else None
-        gradients = found.y, share, offset, found.weight, found.bias, None
+        gy, addend, weight, bias = run.back(g, grid, ctx.kept._replace(y=y, z=z))
+        offset = run.total(gy, rows) if needed[2] else None
+        gradients = gy, addend, offset, weight, bias, None
         return tuple(g if own else None for g, own in zip(gradients, needed, strict=True))
 
 

@@ -18,7 +18,6 @@ from cocofl.freeze.layers import is_plain
 from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, Operation, ValueName
 from cocofl.freeze.scheme import named_values
 from cocofl.vector.kernels.choice import KernelSet
-from cocofl.vector.program.example_values import values_on_example
 from cocofl.vector.program.fused_instructions import fused
 from cocofl.vector.program.instructions import (
     Attend,
@@ -33,7 +32,7 @@ from cocofl.vector.program.instructions import (
     Rectify,
     Score,
 )
-from cocofl.vector.program.node_calls import LOOPED, Modes, NodeCall, Piece
+from cocofl.vector.program.node_calls import LOOPED, Modes, NodeCall, Piece, values_on_example
 from cocofl.vector.program.row_layout import ChainLayout
 from cocofl.vector.program.step_context import Environment, NormSpec, StepContext
 from cocofl.vector.rounding.points import RoundingPoints, Sites
@@ -111,15 +110,9 @@ class _Builder:
     ) -> None:
         self._lowered, self._slots = lowered, layout
         self._graphs = [low.graph(block) for low, block in zip(lowered, chain.blocks, strict=True)]
-        modes = {module: module.training for module in chain.modules()}
-        chain.eval()
-        try:
-            seen = values_on_example(chain, lowered, self._graphs)
-        finally:
-            for module, training in modes.items():
-                module.training = training
-        self._example = {name: x.to(on) if isinstance(x, Tensor) else x for name, x in seen.items()}
         self._modes = [Modes(graph, on) for graph in self._graphs]
+        assert chain.example is not None
+        self._example = values_on_example(chain.example, lowered, self._modes, on)
         self._inlined: dict[str, tuple[Piece, ...]] = {}
         self._made: list[Instruction] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,14 @@ from cocofl.vector.kernels.choice import KernelSet
 from cocofl.vector.kernels.rows import row_count
 from cocofl.vector.program.finishing import Finish, finished
 from cocofl.vector.program.row_layout import Segment
-from cocofl.vector.program.stacked_layers import Weights
-from cocofl.vector.program.streams import Beside
+from cocofl.vector.program.stacked_layers import Beside, Weights
 from cocofl.vector.rounding.points import CONVERSION, RoundingPoint
 from cocofl.vector.rounding.table import ActivePoint, Note, RoundingTable
 
 Environment = dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Roles:
+class Roles(NamedTuple):
     """By block and device, as masks."""
 
     with_batch: Tensor
