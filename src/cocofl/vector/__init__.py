@@ -1,6 +1,6 @@
 """A chain with a device axis: the devices of a round as one computation."""
 
-from cocofl.vector.program.program import Program, score_count
+from cocofl.vector.program.program import Program
 from cocofl.vector.program.row_layout import Rows, Segments
 from cocofl.vector.training import losses
 from cocofl.vector.training.agreement import disagreement, narrows
@@ -33,5 +33,4 @@ __all__ = [
     "factor_row",
     "losses",
     "narrows",
-    "score_count",
 ]

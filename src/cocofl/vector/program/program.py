@@ -60,7 +60,10 @@ class Program:
         self._counted = [name for made in self.instructions for name in made.counted]
         self.channels = self.channels_in(chain)
         """Of the values whose number of channels matters, how many they have."""
-        self.scores = score_count(chain)
+        returned, shapes = self._outputs, network.with_dropout.shapes
+        scores = shapes.get(returned, ()) if isinstance(returned, ValueName) else ()
+        self.scores = scores[-1] if len(scores) > 1 else None
+        """How many there are, where a network returns nothing but a tensor of them."""
         reads = Counter(segment for made in self.instructions for segment in made.learned)
         # Gradients of the others are summed up on the way.
         self.read_once = frozenset(
@@ -83,14 +86,6 @@ class Program:
         return pytree.tree_map(
             lambda leaf: env[leaf] if isinstance(leaf, ValueName) else leaf, self._outputs
         )
-
-
-def score_count(chain: BlockChain | Network) -> int | None:
-    """How many scores a network gives, where it returns nothing but a tensor of them."""
-    lowered = Network.of(chain).with_dropout
-    returned = lowered.blocks[-1].outputs
-    shape = lowered.shapes.get(returned, ()) if isinstance(returned, ValueName) else ()
-    return shape[-1] if len(shape) > 1 else None
 
 
 def _lone_norms(layers: Sequence[Layer | Normalise], network: Network) -> list[Layer | Normalise]:
