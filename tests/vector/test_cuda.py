@@ -15,7 +15,7 @@ from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.numerics import snap, stacked_grid
 from cocofl.vector import Adam, Cohort, DeviceWork, Sgd
-from cocofl.vector.kernels import Activation, Dropping
+from cocofl.vector.kernels.base import Activation, Dropping
 from cocofl.vector.kernels.choice import KernelSet
 from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
 from cocofl.vector.training.levels import WHOLE, factor_row

@@ -32,11 +32,11 @@ from cocofl.vector import (
     WHOLE,
     Cohort,
     DeviceWork,
-    Narrowing,
     Program,
     Rows,
     Segments,
     factor_row,
+    narrows,
 )
 
 PARAMETERS, STATISTICS, CONSTANTS, SCALES = "parameters", "statistics", "constants", "scales"
@@ -141,8 +141,7 @@ def _agrees(workshop: Workshop, width: float) -> bool:
     """Whether a narrower network is the full one with smaller sizes, as far as a trial says."""
     if width == 1.0 or workshop.materials.subject.model in MODELS:
         return True  # of built-in networks the tests say so
-    narrowing = Narrowing(workshop.chain())
-    return narrowing.agrees(workshop.chain(width), workshop.places(width))
+    return narrows(workshop.chain(), workshop.chain(width), workshop.places(width))
 
 
 def statistics_key(key: str, width: float) -> str:

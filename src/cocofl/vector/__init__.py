@@ -1,16 +1,15 @@
 """A chain with a device axis: the devices of a round as one computation."""
 
-from cocofl.vector.program.program import Program, score_count
-from cocofl.vector.program.row_layout import Segments
+from cocofl.vector.program.program import Program
+from cocofl.vector.program.row_layout import Rows, Segments
 from cocofl.vector.training import losses
-from cocofl.vector.training.agreement import Narrowing, disagreement
+from cocofl.vector.training.agreement import disagreement, narrows
 from cocofl.vector.training.cohort import Cohort, DeviceWork, Source
 from cocofl.vector.training.cuda_graphs import Graphs
 from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
 from cocofl.vector.training.levels import WHOLE, factor_row
 from cocofl.vector.training.optimizer import Adam, Optimizer, Sgd
 from cocofl.vector.training.precision import PRECISIONS, Precision
-from cocofl.vector.training.rows import Rows
 from cocofl.vector.training.rules import RuleMemory
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "Cohort",
     "DeviceWork",
     "Graphs",
-    "Narrowing",
     "Optimizer",
     "Precision",
     "Program",
@@ -34,5 +32,5 @@ __all__ = [
     "disagreement",
     "factor_row",
     "losses",
-    "score_count",
+    "narrows",
 ]

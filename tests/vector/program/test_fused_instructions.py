@@ -17,7 +17,7 @@ from cocofl.vector.program.instructions import (
     Drop,
     Instruction,
     Linears,
-    NormaliseSum,
+    NormaliseSamples,
 )
 from cocofl.vector.program.program import Program
 
@@ -78,7 +78,7 @@ def test_a_norm_takes_in_the_sum_and_the_dropout_before_it(dropout: float, has_d
         if isinstance(module, nn.Dropout):
             module.p = dropout
     found = instructions(model, model.example_input(4))
-    norms = [i for i in found if isinstance(i, NormaliseSum)]
+    norms = [i for i in found if isinstance(i, NormaliseSamples)]
     assert len(norms) == 2 * len(model.layers)
     assert all(i.total is not None and (i.drop is not None) == has_drop for i in norms)
     # One dropout after the embedding, whose sum is measured, and one after each ReLU stay.
@@ -99,7 +99,7 @@ class SumReadTwice(nn.Module):
 
 def test_a_sum_that_others_read_stays() -> None:
     found = instructions(SumReadTwice(), torch.randn(4, 8))
-    assert [i.total for i in found if isinstance(i, NormaliseSum)] == [None]
+    assert [i.total for i in found if isinstance(i, NormaliseSamples)] == [None]
 
 
 def test_linear_layers_of_one_input_go_together() -> None:

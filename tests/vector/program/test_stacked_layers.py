@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
-from cocofl.vector.kernels import Asked
+from cocofl.vector.kernels.base import Asked
 from cocofl.vector.kernels.choice import KernelSet
 from cocofl.vector.kernels.rows import side_by_side
 from cocofl.vector.program.stacked_layers import Weights, stacked_layer

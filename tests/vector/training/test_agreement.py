@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cocofl import split
 from cocofl.models import MODELS
 from cocofl.models.widths import places
-from cocofl.vector.training.agreement import Narrowing, disagreement
+from cocofl.vector.training.agreement import disagreement, narrows
 from tests.freeze.networks import NETWORKS
 
 ALONE = {
@@ -65,15 +65,15 @@ def test_all_other_networks(name: str) -> None:
     check(name)
 
 
-def narrows(full: nn.Module, narrow: nn.Module, x: Tensor) -> bool:
-    return Narrowing(split(full, x)).agrees(split(narrow, x), places(full, narrow))
+def is_part(full: nn.Module, narrow: nn.Module, x: Tensor) -> bool:
+    return narrows(split(full, x), split(narrow, x), places(full, narrow))
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_built_in_networks_have_narrower_ones_as_a_part(name: str) -> None:
     torch.manual_seed(0)
     full, narrow = (MODELS[name](10, width=w, tiny=True) for w in (1.0, 0.5))
-    assert narrows(full, narrow, full.example_input(4))
+    assert is_part(full, narrow, full.example_input(4))
 
 
 class Between(nn.Module):
@@ -139,7 +139,7 @@ class OnlyFloat32(nn.Module):
 def test_what_a_width_may_change(of_channels: Any, is_known: bool) -> None:
     torch.manual_seed(0)
     full, narrow = (Between(n, of_channels(n)) for n in (8, 4))
-    assert narrows(full, narrow, torch.randn(4, 5, 6)) == is_known
+    assert is_part(full, narrow, torch.randn(4, 5, 6)) == is_known
 
 
 class Positions(nn.Module):

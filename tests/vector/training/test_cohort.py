@@ -240,7 +240,8 @@ def test_states_survive_as_rows() -> None:
     state = chain_state(chain)
     key = cohort.program.sites.keys[3]
     state[key] = torch.tensor(0.25)
-    again = cohort.state_of(cohort.rows_of([state]))
+    work = DeviceWork(cohort.everything, "f", 0.0)
+    again = cohort.update(cohort.rows_of([state]), work)
     assert again.keys() == state.keys()
     assert all(torch.equal(again[k], state[k]) for k in state)
     assert np.isfinite(float(again[key]))

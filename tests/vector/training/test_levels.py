@@ -157,14 +157,14 @@ def test_there_is_room_for_any_number_of_widths() -> None:
     full = network("resnet18", 1.0)
     x, y = full.example_input(SAMPLES).double(), torch.zeros(SAMPLES).long()  # type: ignore[operator]
     chain = split(full, x[:BATCH])
-    cohort = Cohort(chain, lambda i: ((x[i],), y[i]), devices=2, batch=BATCH, precision="fp32")
+    cohort = Cohort(chain, lambda i: ((x[i],), y[i]), devices=3, batch=BATCH, precision="fp32")
     slots = cohort.program.layout.parameters
     widths = [0.1 + 0.05 * i for i in range(18)]
     wheres = [places(full, MODELS["resnet18"](10, width=w, tiny=True)) for w in widths]
     rows = [factor_row(slots, where) for where in wheres]
     assert [cohort.add_level(row, {}) for row in rows] == list(range(18))
     assert cohort.levels is not None
-    found = cohort.levels.there([0, 17, None])
+    found = cohort.levels.hold([0, 17, None])
     assert torch.equal(found[0], rows[0] != 0)
     assert torch.equal(found[1], rows[17] != 0)
     assert found[2].all()

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cocofl.numerics import StackedGrid
+
 
 class Activation(NamedTuple):
     """None, ReLU, or a ReLU with an upper bound."""
@@ -16,6 +18,9 @@ class Activation(NamedTuple):
     upper: float | None = None
     cap: Tensor | None = None
     """What the upper bound became on each device's grid, (device)."""
+
+
+NO_ACTIVATION = Activation(False)
 
 
 class Asked(NamedTuple):
@@ -39,12 +44,25 @@ class Coefficients(NamedTuple):
     rstd: Tensor
 
 
-class Backward(NamedTuple):
-    """Gradients of a layer's output, and of a norm's weight and bias."""
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Of what a layer's product made, of the addend, and of a norm's weight and bias."""
 
-    y: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
+
+class Kept(NamedTuple):
+    """What the way back through a layer's end needs of the way forward."""
+
+    z: Tensor | None
+    """The result; where it is not given, it is computed from ``y`` again."""
+    y: Tensor | None
+    activation: Activation
+    z_grid: StackedGrid | None
+    rows: Tensor
+    c: Coefficients | None
+    norm: Norm | None
+    asked: Tensor
+    """Devices that need a gradient; kernels may leave the others' undefined."""
+    share: bool
+    """Whether the addend's gradient is wanted, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +102,3 @@ class Dropping(NamedTuple):
 
     p: float
     active: Tensor
-
-    @property
-    def threshold(self) -> int:
-        """Which of 2^32 numbers drop."""
-        return min(round(self.p * 2**32), 2**32 - 1)

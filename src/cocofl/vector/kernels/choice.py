@@ -18,7 +18,7 @@ from torch import Tensor
 from cocofl.freeze.kernels import Geometry
 from cocofl.numerics import StackedGrid
 from cocofl.vector.kernels import plain
-from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Dropping, Norm
+from cocofl.vector.kernels.base import Activation, Coefficients, Dropping, Gradients, Kept, Norm
 
 _HEAD_CHANNELS = 128  # of which a tile still fits
 _SMALL = 512  # channels up to which a linear layer does little with what it reads
@@ -32,11 +32,8 @@ class RowKernels(NamedTuple):
 
     largest: Callable[[Tensor, Tensor], Tensor]
     coefficients: Callable[[Tensor, Tensor, Norm], Coefficients]
-    finish: Callable[
-        [Tensor, _Maybe, _Maybe, _Maybe, Activation, StackedGrid | None],
-        Tensor,
-    ]
-    back: Callable[..., tuple[Tensor, Backward]]
+    finish: Callable[[Tensor, _Maybe, _Maybe, _Maybe, Activation, StackedGrid | None], Tensor]
+    back: Callable[[Tensor, StackedGrid | None, Kept], Gradients]
     total: Callable[[Tensor, Tensor], Tensor]
     measured_grid: Callable[[Tensor, Tensor, Tensor, StackedGrid], StackedGrid]
     sgd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None] | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cocofl.numerics import SIGNED_LEVELS, StackedGrid, snap, stacked_grid
-from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
+from cocofl.vector.kernels.base import Activation, Coefficients, Gradients, Kept, Norm
 
 
 def largest(x: Tensor, rows: Tensor) -> Tensor:
@@ -61,20 +61,9 @@ def finish(
     return (z if grid is None else snap(z, grid)).to(y.dtype)
 
 
-def back_to_sum(
-    g: Tensor, z: Tensor | None, activation: Activation, grid: StackedGrid | None
-) -> Tensor:
-    """The gradient before the activation, rounded where a device has a grid for it."""
-    g = g if grid is None else snap(g, grid)
-    if z is None or not activation.present:
-        return g
-    passed = z > 0
-    if activation.cap is not None:
-        passed &= z < activation.cap[:, None, None]
-    return g * passed
-
-
-def back_through_norm(g: Tensor, y: Tensor, rows: Tensor, c: Coefficients, norm: Norm) -> Backward:
+def _back_through_norm(
+    g: Tensor, y: Tensor, rows: Tensor, c: Coefficients, norm: Norm
+) -> tuple[Tensor, Tensor, Tensor]:
     """From the gradient after a norm to that before it, and those of its weight and bias."""
     n = rows.clamp_min(1).to(c.mean.dtype)[:, None]
     own = _valid(g, rows).to(c.mean.dtype)
@@ -85,7 +74,7 @@ def back_through_norm(g: Tensor, y: Tensor, rows: Tensor, c: Coefficients, norm:
     shift = torch.where(with_batch, c.factor * sum_g / n, zero)
     slope = torch.where(with_batch, c.factor * c.rstd.square() * sum_gy / n, zero)
     gy = own * c.factor[:, None] - shift[:, None] - slope[:, None] * centered
-    return Backward(_valid(gy, rows).to(y.dtype), sum_gy * c.rstd, sum_g)
+    return _valid(gy, rows).to(y.dtype), sum_gy * c.rstd, sum_g
 
 
 def normalise_leading(x: Tensor, channels: Tensor, eps: float) -> Tensor:
@@ -110,33 +99,21 @@ def total(g: Tensor, rows: Tensor) -> Tensor:
     return _valid(g, rows).sum(1)
 
 
-def back(
-    g: Tensor,
-    z: Tensor | None,
-    activation: Activation,
-    grid: StackedGrid | None,
-    y: Tensor | None,
-    rows: Tensor,
-    c: Coefficients | None,
-    norm: Norm | None,
-    z_grid: StackedGrid | None,
-    *,
-    asked: Tensor,
-    share: bool,
-) -> tuple[Tensor, Backward]:
-    """The whole way back; the first is the addend's share (``share``), else undefined.
-
-    Where ``z`` is not given, it is computed from ``y`` again.
-    """
-    del asked, share  # everything is computed here
-    if z is None and activation.present and y is not None and c is not None:
-        z = finish(y, c.factor, c.offset, None, activation, z_grid)
-    before = back_to_sum(g, z, activation, grid)
-    if norm is None:
-        return before, Backward(before, None, None)
-    assert y is not None
-    assert c is not None
-    return before, back_through_norm(before, y, rows, c, norm)
+def back(g: Tensor, grid: StackedGrid | None, kept: Kept) -> Gradients:
+    """The whole way back, rounded where a device has a grid for it; for all, whoever asked."""
+    z, y, act, z_grid, rows, c, norm, *_ = kept
+    if z is None and act.present and y is not None and c is not None:
+        z = finish(y, c.factor, c.offset, None, act, z_grid)
+    before = g if grid is None else snap(g, grid)
+    if z is not None and act.present:
+        passed = z > 0
+        if act.cap is not None:
+            passed &= z < act.cap[:, None, None]
+        before = before * passed
+    if norm is None or y is None or c is None:
+        return before, before, None, None
+    gy, weight, bias = _back_through_norm(before, y, rows, c, norm)
+    return gy, before, weight, bias
 
 
 def measured_grid(scale: Tensor, fly: Tensor, unsigned: Tensor, known: StackedGrid) -> StackedGrid:

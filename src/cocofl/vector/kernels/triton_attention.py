@@ -35,12 +35,17 @@ _compiled_once = partial(
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: its own rows, those it goes through, and how it runs."""
+    """How a kernel is cut, and how it runs."""
 
-    own: int
-    other: int
+    queries: int
+    keys: int
     warps: int
     stages: int
+
+    def launch(self) -> dict[str, int]:
+        """What Triton takes of it at a launch."""
+        names = "BQ", "BK", "num_warps", "num_stages"
+        return dict(zip(names, self, strict=True))
 
 
 class Plan(NamedTuple):
@@ -54,11 +59,6 @@ class Plan(NamedTuple):
 # Measured on an H200, 512 rows of 64 channels; wider heads need smaller tiles.
 _NARROW = Plan(Tiles(128, 64, 4, 2), Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 2))
 _WIDE = Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2))
-
-
-def plan_for(x: Tensor) -> Plan:
-    """How to compute with tensors like this one."""
-    return _NARROW if x.shape[-1] <= 64 else _WIDE
 
 
 @triton.jit
@@ -245,27 +245,24 @@ def attention(
     ``mask`` is true for keys that count, (sample or 1, head or 1, 1, row). The result lies with
     its heads side by side: ``y.transpose(1, 2).flatten(2)`` is a view.
     """
-    result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, mask, scale, plan_for(query)
-    )
-    return result
+    return _Attention.apply(query, key, value, mask, scale)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, plan: Plan
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
         q, k, v = (_lying(x) for x in (q, k, v))
         n, heads, queries, channels = q.shape
+        plan = _NARROW if channels <= 64 else _WIDE
         y = _side_by_side(q)
         lse = torch.empty(n, heads, queries, device=q.device)
-        own, other, warps, stages = plan.forward
-        tiles = triton.cdiv(queries, own)
+        tiles = triton.cdiv(queries, plan.forward.queries)
         _forward[(n * heads * tiles,)](
             q, k, v, mask, y, lse, scale * _LOG2_E, heads, queries, k.shape[2], tiles,
             *_strides(q), *_strides(k), *_strides(v), *_mask_strides(mask),
-            **_flags(mask, channels), BQ=own, BK=other, num_warps=warps, num_stages=stages,
+            **_flags(mask, channels), **plan.forward.launch(),
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, mask, y, lse)
         ctx.scale, ctx.plan = scale, plan
@@ -275,31 +272,37 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, y, lse = ctx.saved_tensors
         plan, scale, g = ctx.plan, ctx.scale, _lying(g)
-        n, heads, queries, channels = q.shape
-        keys = k.shape[2]
-        wide = _wide(channels)
+        (n, heads, queries, channels), keys = q.shape, k.shape[2]
         parts = triton.cdiv(queries, _PART)
         delta, largest = torch.empty_like(lse), torch.empty(n, heads, parts, device=q.device)
         _prepare[(n * heads * parts,)](
-            g, y, delta, largest, heads, queries, parts, *_strides(g), C=channels, BC=wide, BQ=_PART
+            g,
+            y,
+            delta,
+            largest,
+            heads,
+            queries,
+            parts,
+            *_strides(g),
+            C=channels,
+            BC=_wide(channels),
+            BQ=_PART,
         )
         strides = [*_strides(q), *_strides(k), *_strides(v), *_strides(g), *_mask_strides(mask)]
         flags = _flags(mask, channels) | {"BT": triton.next_power_of_2(parts)}
         sizes = scale * _LOG2_E, scale, heads, queries, keys
         gq, gk, gv = (_side_by_side(x) for x in (q, k, v))
-        own, other, warps, stages = plan.queries
-        tiles = triton.cdiv(queries, own)
+        tiles = triton.cdiv(queries, plan.queries.queries)
         _back_queries[(n * heads * tiles,)](
             q, k, v, g, mask, lse, delta, largest, gq, *sizes, tiles, parts, *strides,
-            **flags, BQ=own, BK=other, num_warps=warps, num_stages=stages,
+            **flags, **plan.queries.launch(),
         )  # fmt: skip
-        own, other, warps, stages = plan.keys
-        tiles = triton.cdiv(keys, own)
+        tiles = triton.cdiv(keys, plan.keys.keys)
         _back_keys[(n * heads * tiles,)](
             q, k, v, g, mask, lse, delta, largest, gk, gv, *sizes, tiles, parts, *strides,
-            **flags, BQ=other, BK=own, num_warps=warps, num_stages=stages,
+            **flags, **plan.keys.launch(),
         )  # fmt: skip
-        return gq, gk, gv, None, None, None
+        return gq, gk, gv, None, None
 
 
 _PART = 64  # queries that are looked through at a time before the way back

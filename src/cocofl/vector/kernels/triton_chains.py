@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cocofl.vector.kernels.base import Dropping
+from cocofl.vector.kernels.triton_rows import stride
 
 _TILE = 4096  # elements that a program holds at a time
 _PROGRAMS = 2048  # that share the rows of a sum, at most
@@ -146,8 +147,7 @@ def _normalise_back(
 
 def drop(x: Tensor, dropping: Dropping) -> Tensor:
     """``x`` (device, sample, …) with elements set to zero, on the devices where that is active."""
-    result: Tensor = _Drop.apply(x, _seed(x), dropping)  # type: ignore[no-untyped-call]
-    return result
+    return _Drop.apply(x, _seed(x), dropping)
 
 
 def normalise(
@@ -164,34 +164,28 @@ def normalise(
     Of the leading ``channels`` only, (device), where they are given.
     """
     seed = None if dropping is None else _seed(x)
-    result: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-        x, addend, weight, bias, seed, dropping, eps, channels
-    )
-    return result
+    return _Normalise.apply(x, addend, weight, bias, seed, dropping, eps, channels)
 
 
 def _random(dropping: Dropping | None) -> tuple[int, float]:
-    return (0, 1.0) if dropping is None else (dropping.threshold, 1.0 / (1.0 - dropping.p))
-
-
-def _dropped(x: Tensor, seed: Tensor, dropping: Dropping) -> Tensor:
-    x = x.contiguous()
-    y, size = torch.empty_like(x), x[0].numel()
-    _drop[len(x), triton.cdiv(size, _TILE)](
-        x, y, seed, dropping.active, size, *_random(dropping), BN=_TILE
-    )
-    return y
+    """Which of 2^32 numbers drop, and what makes up for it."""
+    p = 0.0 if dropping is None else dropping.p
+    return min(round(p * 2**32), 2**32 - 1), 1.0 / (1.0 - p)
 
 
 class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: Tensor, dropping: Dropping) -> Tensor:
-        ctx.seed, ctx.dropping = seed, dropping
-        return _dropped(x, seed, dropping)
+        ctx.seed, ctx.dropping, x = seed, dropping, x.contiguous()
+        y, size = torch.empty_like(x), x[0].numel()
+        _drop[len(x), triton.cdiv(size, _TILE)](
+            x, y, seed, dropping.active, size, *_random(dropping), BN=_TILE
+        )
+        return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return _dropped(g, ctx.seed, ctx.dropping), None, None
+        return _Drop.forward(ctx, g, ctx.seed, ctx.dropping), None, None
 
 
 class _Normalise(torch.autograd.Function):
@@ -210,15 +204,13 @@ class _Normalise(torch.autograd.Function):
         x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         d, n, channels = len(x), x[0].numel() // x.shape[-1], x.shape[-1]
         down, across = _blocks(n, channels)
-        changes = addend is not None or dropping is not None
-        total = torch.empty_like(x) if changes else x
+        total = x if addend is None and dropping is None else torch.empty_like(x)
         _normalise[d, triton.cdiv(n, down)](
             x, None if addend is None else addend.contiguous(), total, y, weight, bias, seed,
-            None if dropping is None else dropping.active, leading, n, channels,
-            0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0), eps,
-            *_random(dropping), ADDS=addend is not None, DROPS=dropping is not None,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, COUNTED=leading is not None,
-            BN=down, BC=across, num_warps=_WARPS,
+            None if dropping is None else dropping.active, leading, n, channels, stride(weight),
+            stride(bias), eps, *_random(dropping), ADDS=addend is not None,
+            DROPS=dropping is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+            COUNTED=leading is not None, BN=down, BC=across, num_warps=_WARPS,
         )  # fmt: skip
         ctx.save_for_backward(total, weight)
         ctx.seed, ctx.dropping, ctx.eps, ctx.leading = seed, dropping, eps, leading
@@ -239,21 +231,14 @@ class _Normalise(torch.autograd.Function):
         gx = shared if dropping is None else torch.empty_like(total)
         _normalise_back[d, chunks](
             g, total, weight, ctx.seed, None if dropping is None else dropping.active, leading,
-            shared, gx, gw, gb, n, channels, turns, 0 if weight is None else weight.stride(0),
-            ctx.eps, *_random(dropping), DROPS=dropping is not None,
+            shared, gx, gw, gb, n, channels, turns, stride(weight), ctx.eps,
+            *_random(dropping), DROPS=dropping is not None,
             HAS_WEIGHT=weight is not None, COUNTED=leading is not None, BN=down, BC=across,
             num_warps=_WARPS,
         )  # fmt: skip
-        return (
-            gx,
-            shared if ctx.has_addend else None,
-            None if weight is None else gw.sum(1),
-            gb.sum(1) if ctx.has_bias else None,
-            None,
-            None,
-            None,
-            None,
-        )
+        addend = shared if ctx.has_addend else None
+        of_weight = None if weight is None else gw.sum(1)
+        return gx, addend, of_weight, gb.sum(1) if ctx.has_bias else None, *[None] * 4
 
 
 def _blocks(n: int, channels: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
+from cocofl.vector.kernels.triton_depthwise import by_device, room_for_result, room_like
 
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU; sums are cut into as many pieces
 _SIDE = 32  # of the tiles in which weights are laid out anew
@@ -271,11 +272,11 @@ def weight_tile(x: Tensor, row: int, outputs: int) -> Tile:
 
 def laid(w: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
     """Weights (device, filter, in, …) as the product takes them, forward or on the way back."""
+    w = by_device(w)
     d, filters, inputs = w.shape[:3]
     taps = w.shape[3] * w.shape[4]
-    w = w if w[0].is_contiguous() else w.contiguous()
-    out = torch.empty(d, filters * inputs * taps, dtype=dtype, device=w.device)
     row = inputs * taps
+    out = torch.empty(d, filters * row, dtype=dtype, device=w.device)
     if back:
         grid = triton.cdiv(row, _SIDE), triton.cdiv(filters, _SIDE), d
         _lay_back[grid](w, out, w.stride(0), row, filters, SIDE=_SIDE)
@@ -286,61 +287,39 @@ def laid(w: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
 
 
 def _product(
-    x: Tensor, w: Tensor, y: Tensor, asked: Tensor | None, geometry: Geometry,
-    taps: tuple[int, int], *, back: bool, tile: Tile | None,
-) -> Tensor:  # fmt: skip
-    """``x`` (device, sample, h, w, channel) into ``y``, which lies the same way."""
-    d, images, height, width, channels = x.shape
+    x: Tensor, w: Tensor, y: Tensor, asked: Tensor | None, geometry: Geometry, *, back: bool
+) -> Tensor:
+    """``x`` (device, sample, channel, h, w), lying channels last, into ``y`` (…, h, w, channel)."""
+    d, images, channels, height, width = x.shape
+    weights = laid(w, x.dtype, back=back)
     out_height, out_width, outputs = y.shape[2:]
     (down, right), one = geometry.stride, (1, 1)
     classes = down * right if back else 1
     positions = images * triton.cdiv(out_height, down if back else 1)
     positions *= triton.cdiv(out_width, right if back else 1)
-    tile = tile or product_tile(x, channels, outputs, positions)
+    tile = product_tile(x, channels, outputs, positions)
     unit = gcd(channels, 16)
     step, spread = (one, geometry.stride) if back else (geometry.stride, one)
     grid = triton.cdiv(positions, tile.rows) * triton.cdiv(outputs, tile.columns), classes, d
     _convolve[grid](
-        x, w, y, asked, images, height, width, out_height, out_width, channels // unit, outputs,
-        *taps, *step, *spread, -1 if back else 1, *geometry.padding, 0,
-        UNIT=unit, EVEN=channels % tile.terms == 0, PART=tile.part(x),
-        **tile.launch(),
+        x, weights, y, asked, images, height, width, out_height, out_width, channels // unit,
+        outputs, *w.shape[3:], *step, *spread, -1 if back else 1, *geometry.padding, 0,
+        UNIT=unit, EVEN=channels % tile.terms == 0, PART=tile.part(x), **tile.launch(),
     )  # fmt: skip
     return y.permute(0, 1, 4, 2, 3)
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    """(device, sample, channel, height, width) as it lies."""
-    return x.permute(0, 1, 3, 4, 2)
-
-
-def dense(x: Tensor, w: Tensor, geometry: Geometry, tile: Tile | None = None) -> Tensor:
+def dense(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
     """``x`` (device, sample, channel, height, width), lying channels last."""
-    taps = w.shape[3], w.shape[4]
-    sizes = [
-        (size + 2 * pad - n) // stride + 1
-        for size, pad, n, stride in zip(
-            x.shape[3:], geometry.padding, taps, geometry.stride, strict=True
-        )
-    ]
-    y = torch.empty(*x.shape[:2], *sizes, w.shape[1], dtype=x.dtype, device=x.device)
-    weights = laid(w, x.dtype, back=False)
-    return _product(_channels_last(x), weights, y, None, geometry, taps, back=False, tile=tile)
+    return _product(x, w, room_for_result(x, w, geometry), None, geometry, back=False)
 
 
-def dense_input(
-    g: Tensor, w: Tensor, x: Tensor, geometry: Geometry, asked: Tensor, tile: Tile | None = None
-) -> Tensor:
+def dense_input(g: Tensor, w: Tensor, x: Tensor, geometry: Geometry, asked: Tensor) -> Tensor:
     """The gradient of ``x`` from that of the result, for devices that asked."""
-    d, b, channels, height, width = x.shape
-    gx = torch.empty(d, b, height, width, channels, dtype=g.dtype, device=g.device)
-    weights, taps = laid(w, g.dtype, back=True), (w.shape[3], w.shape[4])
-    return _product(_channels_last(g), weights, gx, asked, geometry, taps, back=True, tile=tile)
+    return _product(g, w, room_like(x, g.dtype), asked, geometry, back=True)
 
 
-def dense_weight(
-    g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked: Tensor, tile: Tile | None = None
-) -> Tensor:
+def dense_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked: Tensor) -> Tensor:
     """The gradient of the weight: of pieces of a device's positions, then their sum.
 
     Zero for devices that did not ask.
@@ -348,7 +327,7 @@ def dense_weight(
     d, b, channels, height, width = x.shape
     outputs, taps = w.shape[1], w.shape[3] * w.shape[4]
     row, (out_height, out_width) = taps * channels, g.shape[3:]
-    tile = tile or weight_tile(x, row, outputs)
+    tile = weight_tile(x, row, outputs)
     grid = triton.cdiv(outputs, tile.rows), triton.cdiv(row, tile.columns)
     patch_w = min(tile.terms, triton.next_power_of_2(out_width))
     patch_h = min(tile.terms // patch_w, triton.next_power_of_2(out_height))
@@ -362,12 +341,9 @@ def dense_weight(
     _weight[*grid, d * pieces](
         x, g, parts, asked, b, height, width, *g.shape[3:], channels // unit, outputs, *w.shape[3:],
         *geometry.stride, *geometry.padding, turns, pieces, patch_h, patch_w,
-        UNIT=unit,
-        **tile.launch(),
+        UNIT=unit, **tile.launch(),
     )  # fmt: skip
-    gw = torch.empty(w.shape, device=g.device)
-    size = outputs * row
-    _gather[triton.cdiv(size, _BLOCK), d](
-        parts, gw, pieces, channels, taps, row, size, BLOCK=_BLOCK
-    )
+    gw, size = torch.empty(w.shape, device=g.device), outputs * row
+    blocks = triton.cdiv(size, _BLOCK)
+    _gather[blocks, d](parts, gw, pieces, channels, taps, row, size, BLOCK=_BLOCK)
     return gw

@@ -25,55 +25,38 @@ _compiled_once = partial(
 
 
 @_compiled_once
-def _forward(
-    X, W, Y, stride, samples, height, width, out_height, channels, OUT_WIDTH: tl.constexpr,
+def _convolve(
+    X, W, ASKED, Y, stride, samples, height, width, out_height, channels, OUT_WIDTH: tl.constexpr,
+    BACK: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """Forward; or ``BACK`` from the gradient of the result to that of the images."""
     image = tl.program_id(2).to(tl.int64)
     d = image // samples
     p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     h, w = p // OUT_WIDTH, p % OUT_WIDTH
     inside = (p < out_height * OUT_WIDTH) & (c < channels)
+    if BACK:
+        inside = inside & (tl.load(ASKED + d) != 0)
     total = tl.zeros((BP, BC), tl.float32)
     begin = X + image * height * width * channels
     for i in tl.static_range(3):
         for j in tl.static_range(3):
-            row, column = h * STRIDE_H + i - PAD_H, w * STRIDE_W + j - PAD_W
-            there = inside & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            if BACK:
+                down, right = h + PAD_H - i, w + PAD_W - j
+                row, column = down // STRIDE_H, right // STRIDE_W
+                there = inside & (down >= 0) & (right >= 0) & (row < height) & (column < width)
+                there = there & (down % STRIDE_H == 0) & (right % STRIDE_W == 0)
+            else:
+                row, column = h * STRIDE_H + i - PAD_H, w * STRIDE_W + j - PAD_W
+                there = inside & (row >= 0) & (row < height) & (column >= 0) & (column < width)
             at = (row * width + column) * channels + c
             x = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
             tap = tl.load(W + d * stride + c * 9 + i * 3 + j, mask=c < channels, other=0.0)
             total += x * tap
     tl.store(Y + (image * out_height * OUT_WIDTH + p) * channels + c, total, mask=inside)
-
-
-@_compiled_once
-def _input(
-    G, W, ASKED, GX, stride, samples, height, out_height, out_width, channels, WIDTH: tl.constexpr,
-    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    image = tl.program_id(2).to(tl.int64)
-    d = image // samples
-    p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
-    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
-    h, w = p // WIDTH, p % WIDTH
-    inside = (p < height * WIDTH) & (c < channels) & (tl.load(ASKED + d) != 0)
-    total = tl.zeros((BP, BC), tl.float32)
-    begin = G + image * out_height * out_width * channels
-    for i in tl.static_range(3):
-        for j in tl.static_range(3):
-            down, right = h + PAD_H - i, w + PAD_W - j
-            row, column = down // STRIDE_H, right // STRIDE_W
-            there = inside & (down >= 0) & (right >= 0) & (row < out_height) & (column < out_width)
-            there = there & (down % STRIDE_H == 0) & (right % STRIDE_W == 0)
-            at = (row * out_width + column) * channels + c
-            g = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
-            tap = tl.load(W + d * stride + c * 9 + i * 3 + j, mask=c < channels, other=0.0)
-            total += g * tap
-    tl.store(GX + (image * height * WIDTH + p) * channels + c, total, mask=inside)
 
 
 @triton.jit
@@ -140,12 +123,8 @@ def _weight(
 
 
 def _walk(g: Geometry) -> dict[str, int]:
-    return {
-        "STRIDE_H": g.stride[0],
-        "STRIDE_W": g.stride[1],
-        "PAD_H": g.padding[0],
-        "PAD_W": g.padding[1],
-    }
+    names = "STRIDE_H", "STRIDE_W", "PAD_H", "PAD_W"
+    return dict(zip(names, (*g.stride, *g.padding), strict=True))
 
 
 def _tile(positions: int, channels: int) -> tuple[int, int]:
@@ -156,43 +135,46 @@ def _tile(positions: int, channels: int) -> tuple[int, int]:
     return min(triton.next_power_of_2(positions), _TILE // across), across
 
 
-def _by_device(w: Tensor) -> Tensor:
-    """(device, channel, 1, 3, 3), each device's in one piece."""
+def by_device(w: Tensor) -> Tensor:
+    """Weights, each device's in one piece."""
     return w if w[0].is_contiguous() else w.contiguous()
 
 
-def depthwise(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    """``x`` (device, sample, channel, height, width), lying channels last."""
+def room_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """For images like these, (device, sample, height, width, channel)."""
     d, b, channels, height, width = x.shape
-    sizes = [
-        (size + 2 * pad - 3) // stride + 1
-        for size, pad, stride in zip(
-            (height, width), geometry.padding, geometry.stride, strict=True
-        )
-    ]
-    y = torch.empty(d, b, *sizes, channels, dtype=x.dtype, device=x.device)
-    down, across = _tile(sizes[0] * sizes[1], channels)
-    grid = triton.cdiv(sizes[0] * sizes[1], down), triton.cdiv(channels, across), d * b
-    w = _by_device(w)
-    _forward[grid](
-        x, w, y, w.stride(0), b, height, width, sizes[0], channels, sizes[1], **_walk(geometry),
-        BP=down, BC=across,
+    return torch.empty(d, b, height, width, channels, dtype=dtype, device=x.device)
+
+
+def room_for_result(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
+    """For the images that a convolution makes, (device, sample, height, width, channel)."""
+    each = zip(x.shape[3:], w.shape[3:], geometry.padding, geometry.stride, strict=True)
+    sizes = [(size + 2 * pad - taps) // stride + 1 for size, taps, pad, stride in each]
+    return torch.empty(*x.shape[:2], *sizes, w.shape[1], dtype=x.dtype, device=x.device)
+
+
+def _through(
+    x: Tensor, w: Tensor, asked: Tensor | None, y: Tensor, geometry: Geometry, *, back: bool
+) -> Tensor:
+    """``x``, lying channels last, into ``y`` (device, sample, height, width, channel)."""
+    w, (d, b, height, width, channels) = by_device(w), y.shape
+    down, across = _tile(height * width, channels)
+    grid = triton.cdiv(height * width, down), triton.cdiv(channels, across), d * b
+    _convolve[grid](
+        x, w, asked, y, w.stride(0), b, *x.shape[3:], height, channels, width, BACK=back,
+        **_walk(geometry), BP=down, BC=across,
     )  # fmt: skip
     return y.permute(0, 1, 4, 2, 3)
 
 
+def depthwise(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
+    """``x`` (device, sample, channel, height, width), lying channels last."""
+    return _through(x, w, None, room_for_result(x, w, geometry), geometry, back=False)
+
+
 def depthwise_input(g: Tensor, w: Tensor, x: Tensor, geometry: Geometry, asked: Tensor) -> Tensor:
     """The gradient of ``x`` from that of the result, for devices that asked."""
-    d, b, channels, height, width = x.shape
-    gx = torch.empty(d, b, height, width, channels, dtype=g.dtype, device=g.device)
-    down, across = _tile(height * width, channels)
-    grid = triton.cdiv(height * width, down), triton.cdiv(channels, across), d * b
-    w = _by_device(w)
-    _input[grid](
-        g, w, asked, gx, w.stride(0), b, height, *g.shape[3:], channels, width, **_walk(geometry),
-        BP=down, BC=across,
-    )  # fmt: skip
-    return gx.permute(0, 1, 4, 2, 3)
+    return _through(g, w, asked, room_like(x, g.dtype), geometry, back=True)
 
 
 def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked: Tensor) -> Tensor:

@@ -175,14 +175,10 @@ def _weight(
 
 
 def linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    activation: Activation,
-    tiles: Tiles = _FORWARD,
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: Activation
 ) -> list[Tensor]:
     """activation(x · wᵀ + bias) of each layer, from rows (device, row, in)."""
-    x = x.contiguous()
+    x, tiles = x.contiguous(), _FORWARD
     d, n, ins = x.shape
     outs, w = weights[0].shape[1], torch.stack([w.to(x.dtype) for w in weights])
     bias = None
@@ -205,13 +201,12 @@ def linear_input(
     weights: Sequence[Tensor],
     addend: Tensor | None = None,
     grid: Tensor | None = None,
-    tiles: Tiles | None = None,
 ) -> Tensor:
     """The gradient of the rows: the sum over the layers of g · w, and ``addend``.
 
     Gradients are rounded to ``grid`` first, of all layers (see :func:`stacked`).
     """
-    tiles = tiles or _BACK[len(gradients)]
+    tiles = _BACK[len(gradients)]
     gs = [g.contiguous() for g in gradients]
     d, n, outs = gs[0].shape
     ins = weights[0].shape[2]
@@ -236,15 +231,13 @@ def stacked(grids: Sequence[StackedGrid | None]) -> Tensor | None:
     return torch.stack(parts).view(len(grids), 4, -1)
 
 
-def linear_weight(
-    g: Tensor, x: Tensor, grid: Tensor | None = None, tiles: Tiles = _SUM
-) -> tuple[Tensor, Tensor]:
+def linear_weight(g: Tensor, x: Tensor, grid: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The gradients of one layer's weight and bias; ``g`` is rounded to ``grid`` first.
 
     Both tiles are read across, which tf32 cannot: they are held as float16, divided by a power of
     two so that its range is enough (see `triton_attention`).
     """
-    g, x = g.contiguous(), x.contiguous()
+    g, x, tiles = g.contiguous(), x.contiguous(), _SUM
     (d, n, outs), ins = g.shape, x.shape[2]
     down, across = _fit(tiles.results, outs), _fit(tiles.terms, ins)
     parts = triton.cdiv(outs, down) * triton.cdiv(ins, across)

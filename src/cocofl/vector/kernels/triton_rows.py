@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cocofl.numerics import SIGNED_LEVELS, StackedGrid
-from cocofl.vector.kernels.base import Activation, Backward, Coefficients, Norm
+from cocofl.vector.kernels.base import Activation, Coefficients, Gradients, Kept, Norm
 
 _TILE = 2048  # float32 numbers that a program holds at a time
 _PROGRAMS = 528  # that sum something up: enough to fill a large GPU, and each has much to read
@@ -187,7 +187,8 @@ def _coefficients(
     tl.store(OUT_RSTD + at, rstd, mask=inside)
 
 
-def _stride(x: Tensor | None) -> int:
+def stride(x: Tensor | None) -> int:
+    """From one device to the next."""
     return 0 if x is None else x.stride(0)
 
 
@@ -212,8 +213,8 @@ def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
         norm.running_mean, norm.running_variance, norm.momentum if own_momentum else None,
         norm.with_batch, norm.tracks, frozen_factor, frozen_offset,
         *out, 0.0 if own_momentum else norm.momentum, norm.eps, n, channels, chunks,
-        down * turns, _stride(norm.weight), _stride(norm.bias), _stride(norm.layer_bias),
-        _stride(norm.running_mean), _stride(norm.running_variance),
+        down * turns, stride(norm.weight), stride(norm.bias), stride(norm.layer_bias),
+        stride(norm.running_mean), stride(norm.running_variance),
         HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
         HAS_LAYER_BIAS=norm.layer_bias is not None, HAS_RUNNING=norm.running_mean is not None,
         OWN_MOMENTUM=own_momentum, BC=32, BK=_room(chunks),
@@ -271,7 +272,7 @@ def finish(
     down, across = _blocks(y)
     _finish[d, triton.cdiv(n, down), triton.cdiv(channels, across)](
         y, factor, offset, None if addend is None else addend.contiguous(), z, *_grid(grid),
-        activation.upper or 0.0, _stride(offset), n, channels,
+        activation.upper or 0.0, stride(offset), n, channels,
         HAS_FACTOR=factor is not None, HAS_OFFSET=offset is not None,
         HAS_ADDEND=addend is not None, ACTIVATION=activation.present,
         CAPPED=activation.upper is not None, ROUNDS=grid is not None, BN=down, BC=across,
@@ -397,25 +398,9 @@ def _back(
     tl.store(OUT + at, g, mask=inside)
 
 
-def back(
-    g: Tensor,
-    z: Tensor | None,
-    activation: Activation,
-    grid: StackedGrid | None,
-    y: Tensor | None,
-    rows: Tensor,
-    c: Coefficients | None,
-    norm: Norm | None,
-    z_grid: StackedGrid | None,
-    *,
-    asked: Tensor,
-    share: bool,
-) -> tuple[Tensor, Backward]:
-    """The whole way back; the first is the addend's share (``share``), else undefined.
-
-    Where ``z`` is not given, it is computed from ``y`` again: that is cheaper than to read it.
-    Only the devices of ``asked`` get a gradient.
-    """
+def back(g: Tensor, grid: StackedGrid | None, kept: Kept) -> Gradients:
+    """The whole way back; the addend's gradient is undefined where nobody wants it."""
+    z, y, activation, z_grid, rows, c, norm, asked, share = kept
     d, n, channels = g.shape
     down, across = _blocks(g)
     wide = triton.cdiv(channels, across)
@@ -424,16 +409,15 @@ def back(
         "ROUNDS": grid is not None, "BN": down, "BC": across,
         "AGAIN": z is None, "Z_ROUNDS": z_grid is not None,
     }  # fmt: skip
-    if norm is None:
-        if not activation.present and grid is None:
-            return g, Backward(g, None, None)
-        out = torch.empty_like(g)
+    if norm is None and not activation.present and grid is None:
+        return g, g, None, None
+    out = torch.empty_like(g)
+    if norm is None or c is None:
         _back[d, triton.cdiv(n, down), wide](
             g, z, *(None,) * 6, rows, activation.cap, *_grid(grid), *_grid(None),
             asked, None, out, n, channels, HAS_NORM=False, SHARES=False, **flags,
         )  # fmt: skip
-        return out, Backward(out, None, None)
-    assert c is not None
+        return out, out, None, None
     turns, chunks = _chunks(d, n, down, wide)
     sums = [torch.empty(d, chunks, channels, device=g.device) for _ in range(2)]
     _back_sums[d, chunks, wide](
@@ -445,14 +429,13 @@ def back(
         *sums, c.factor, c.rstd, norm.with_batch, rows, shift, slope, weight, bias,
         n, channels, chunks, BC=32, BK=_room(chunks),
     )  # fmt: skip
-    out = torch.empty_like(g)
     shared = torch.empty_like(g) if share else g
     _back[d, triton.cdiv(n, down), wide](
         g, z, y, c.mean, c.factor, c.offset, shift, slope, rows, activation.cap,
         *_grid(grid), *_grid(z_grid), asked, shared if share else None, out, n, channels,
         HAS_NORM=True, SHARES=share, **flags,
     )  # fmt: skip
-    return shared, Backward(out, weight, bias)
+    return out, shared, weight, bias
 
 
 def total(g: Tensor, rows: Tensor) -> Tensor:
@@ -472,18 +455,12 @@ def _measured(MEASURED, FLY, UNSIGNED, SCALE, PER_STEP, LOW, HIGH, OUT, devices,
     low = tl.where(unsigned, 0.0, -128.0)
     scale = tl.where(fly, step, tl.load(SCALE + d, mask=inside, other=0.0))
     per_step = tl.where(fly, 1.0 / step, tl.load(PER_STEP + d, mask=inside, other=0.0))
+    high = tl.where(fly, low + 255.0, tl.load(HIGH + d, mask=inside, other=0.0))
+    low = tl.where(fly, low, tl.load(LOW + d, mask=inside, other=0.0))
     tl.store(OUT + d, scale, mask=inside)
     tl.store(OUT + devices + d, per_step, mask=inside)
-    tl.store(
-        OUT + 2 * devices + d,
-        tl.where(fly, low, tl.load(LOW + d, mask=inside, other=0.0)),
-        mask=inside,
-    )
-    tl.store(
-        OUT + 3 * devices + d,
-        tl.where(fly, low + 255.0, tl.load(HIGH + d, mask=inside, other=0.0)),
-        mask=inside,
-    )
+    tl.store(OUT + 2 * devices + d, low, mask=inside)
+    tl.store(OUT + 3 * devices + d, high, mask=inside)
 
 
 def measured_grid(scale: Tensor, fly: Tensor, unsigned: Tensor, known: StackedGrid) -> StackedGrid:

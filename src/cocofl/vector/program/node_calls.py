@@ -8,8 +8,9 @@ give what one device after the other gives.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -18,13 +19,15 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.rnn import pad_sequence
 
 from cocofl.freeze.fusion import with_batch_statistics
-from cocofl.freeze.operations import NodeOp, node_function
+from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, NodeOp, Operation, node_function
 from cocofl.freeze.traced_blocks import copy_block
 from cocofl.vector.program.row_layout import ChainLayout, Segment
 
 MERGED, MAPPED, LOOPED = "merged", "mapped", "looped"
+_SAMPLES = 3  # on which ways are tried out
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Held:
     """Within the module that the node calls; empty for the tensor itself."""
     segment: Segment
     learns: bool
+    value: Tensor = field(compare=False, repr=False)
+    """As the chain has it."""
 
 
 class Modes:
@@ -62,9 +67,8 @@ class Piece:
 class NodeCall:
     """An operation, after those that make the sizes and constants it needs."""
 
-    def __init__(self, pieces: tuple[Piece, ...], block: int, layout: ChainLayout) -> None:
-        self.pieces, self.block = pieces, block
-        self.name = pieces[-1].op.name
+    def __init__(self, pieces: tuple[Piece, ...], layout: ChainLayout) -> None:
+        self.pieces = pieces
         made = {piece.op.name for piece in pieces}
         read = (name for piece in pieces for name in piece.op.inputs if name not in made)
         self.inputs = tuple(dict.fromkeys(read))
@@ -78,15 +82,15 @@ class NodeCall:
         """For one device."""
         results: dict[str, Any] = {}
         for piece in self.pieces:
-            root = _Substituted(getattr(piece.modes, mode), held, mode != "frozen")
+            function = _substituted(getattr(piece.modes, mode), held, mode != "frozen")
             overwrites = piece.op.overwrites
 
             def read(name: str, *, clone: bool = overwrites) -> Any:
                 value = results[name] if name in results else values[name]
                 return value.clone() if clone and isinstance(value, Tensor) else value
 
-            results[piece.op.name] = piece.op.run(read, root.function)
-        return results[self.name]
+            results[piece.op.name] = piece.op.run(read, function)
+        return results[self.pieces[-1].op.name]
 
     def merged(self, values: Mapping[str, Tensor]) -> Tensor:
         """For all devices' samples as one batch."""
@@ -96,15 +100,7 @@ class NodeCall:
 
     def mapped(self, values: Mapping[str, Tensor], held: Mapping[Held, Tensor]) -> Tensor:
         """For all devices through ``vmap``."""
-        names, owners = list(values), list(held)
-
-        def call(inputs: tuple[Tensor, ...], own: tuple[Tensor, ...]) -> Any:
-            return self.one(
-                dict(zip(names, inputs, strict=True)), dict(zip(owners, own, strict=True))
-            )
-
-        run = torch.vmap(call, randomness="different")
-        result = run(tuple(values.values()), tuple(held.values()))
+        result = torch.vmap(self.one, randomness="different")(dict(values), dict(held))
         assert isinstance(result, Tensor)
         return result
 
@@ -130,10 +126,7 @@ class NodeCall:
             result = self.one(own, state, mode)
             assert isinstance(result, Tensor)
             results.append(result)
-        if counts is not None:
-            most = max(len(result) for result in results)
-            results = [_padded(result, most) for result in results]
-        return torch.stack(results)
+        return torch.stack(results) if counts is None else pad_sequence(results, batch_first=True)
 
     def try_out(self, example: Mapping[str, Any]) -> None:
         """Find the fastest way that gives what one device after the other gives."""
@@ -143,21 +136,16 @@ class NodeCall:
             return
         stacked = {name: torch.stack([x, _other(x)]) for name, x in values.items()}
         on = next(iter(values.values())).device
-        held = {h: _two(h, self.pieces).to(on) for h in self.held}
+        held = {h: torch.stack([h.value, h.value * 1.1]).to(on) for h in self.held}
         with torch.no_grad():
             expected = self.looped(stacked, held, ["frozen"] * 2, None)
             self.mixes_samples = self._mixes(values, {h: t[0] for h, t in held.items()})
             if self.mixes_samples:
                 return
-            attempts: list[tuple[str, Callable[[], Tensor]]] = [
-                (MAPPED, lambda: self.mapped(stacked, held))
-            ]
-            if not held:
-                attempts.insert(0, (MERGED, lambda: self.merged(stacked)))
-            for way, run in attempts:
-                if _agrees(run, expected):
-                    self.way = way
-                    return
+            if not held and _agrees(lambda: self.merged(stacked), expected):
+                self.way = MERGED
+            elif _agrees(lambda: self.mapped(stacked, held), expected):
+                self.way = MAPPED
 
     def _mixes(self, values: Mapping[str, Tensor], held: Mapping[Held, Tensor]) -> bool:
         """Whether a sample's result depends on the other samples."""
@@ -169,26 +157,26 @@ class NodeCall:
         return not _agrees(lambda: self.one(few, held), whole[: n - 1] if whole.ndim else whole)
 
 
-class _Substituted:
-    """A block whose tensors are replaced by those of one device."""
+def _substituted(
+    root: nn.Module, held: Mapping[Held, Tensor], training: bool
+) -> Callable[[fx.Node], Callable[..., Any]]:
+    """What nodes call in a block whose tensors are replaced by those of one device."""
+    by_node: dict[fx.Node, dict[str, Tensor]] = {}
+    for h, tensor in held.items():
+        by_node.setdefault(h.node, {})[h.name] = tensor
 
-    def __init__(self, root: nn.Module, held: Mapping[Held, Tensor], training: bool) -> None:
-        self._root, self._training = root, training
-        self._by_node: dict[fx.Node, dict[str, Tensor]] = {}
-        for h, tensor in held.items():
-            self._by_node.setdefault(h.node, {})[h.name] = tensor
-
-    def function(self, node: fx.Node) -> Callable[..., Any]:
-        """What a node calls."""
-        own = self._by_node.get(node)
+    def function(node: fx.Node) -> Callable[..., Any]:
+        own = by_node.get(node)
         if node.op == "get_attr" and node.target == "training":
-            return lambda: self._training
+            return lambda: training
         if own is None:
-            return node_function(node, self._root)
+            return node_function(node, root)
         if node.op == "get_attr":
             return lambda: own[""]
-        module = self._root.get_submodule(str(node.target))
+        module = root.get_submodule(str(node.target))
         return lambda *args, **kwargs: functional_call(module, own, args, kwargs)
+
+    return function
 
 
 def _held(piece: Piece, layout: ChainLayout) -> list[Held]:
@@ -205,7 +193,7 @@ def _held(piece: Piece, layout: ChainLayout) -> list[Held]:
         for name, tensor in tensors:
             for kind, learns in ((layout.parameters, True), (layout.statistics, False)):
                 if (segment := kind.find(tensor)) is not None:
-                    found.append(Held(node, name, segment, learns))
+                    found.append(Held(node, name, segment, learns, tensor.detach()))
     return found
 
 
@@ -231,15 +219,6 @@ def _other(x: Tensor) -> Tensor:
     return rolled * 0.9 + 0.1 if rolled.is_floating_point() else rolled
 
 
-def _two(held: Held, pieces: tuple[Piece, ...]) -> Tensor:
-    for piece in pieces:
-        if held.node in piece.op.nodes:
-            path = ".".join(part for part in (str(held.node.target), held.name) if part)
-            value = attrgetter(path)(piece.modes.original).detach()
-            return torch.stack([value, value * 1.1])
-    raise AssertionError(held)
-
-
 def _agrees(run: Callable[[], Tensor], expected: Tensor) -> bool:
     try:
         with warnings.catch_warnings():
@@ -255,7 +234,46 @@ def _agrees(run: Callable[[], Tensor], expected: Tensor) -> bool:
     )
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
-    if len(x) == rows:
-        return x
-    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+def values_on_example(
+    example: tuple[Any, ...],
+    lowered: tuple[LoweredBlock, ...],
+    modes: Sequence[Modes],
+    on: torch.device,
+) -> dict[str, Any]:
+    """Every value of a frozen chain, for a few samples of its example."""
+    inputs = [x.to(on) for x in example]
+    few = [x[:_SAMPLES] if len(x) == len(inputs[0]) else x for x in inputs]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            return _values_of(few, lowered, modes)
+        except RuntimeError:  # a size that is written into the model
+            return _values_of(inputs, lowered, modes)
+
+
+def _values_of(
+    inputs: Sequence[Tensor], lowered: tuple[LoweredBlock, ...], modes: Sequence[Modes]
+) -> dict[str, Any]:
+    env: dict[str, Any] = dict(zip(lowered[0].inputs, inputs, strict=True))
+
+    def read(name: str) -> Any:
+        return env[name].clone() if isinstance(env[name], Tensor) else env[name]
+
+    def result(op: Operation, root: nn.Module) -> Any:
+        if isinstance(op, ActOp):
+            return op.activation(env[op.x])
+        if isinstance(op, CatOp):
+            return torch.cat([env[name] for name in op.inputs], op.dim)
+        if isinstance(op, NodeOp) and op.drops:
+            return env[op.inputs[0]]
+        if isinstance(op, NodeOp):
+            return op.run(read, partial(node_function, root=root))
+        y = env[op.x]
+        for path in (op.layer, op.norm):
+            y = y if path is None else root.get_submodule(path)(y)
+        y = y if op.addend is None else y + env[op.addend]
+        return y if op.activation is None else op.activation(y)
+
+    for low, own in zip(lowered, modes, strict=True):
+        for op in low.operations:
+            env[op.name] = result(op, own.frozen)
+    return env

@@ -18,7 +18,6 @@ from cocofl.freeze.layers import is_plain
 from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, Operation, ValueName
 from cocofl.freeze.scheme import named_values
 from cocofl.vector.kernels.choice import KernelSet
-from cocofl.vector.program.example_values import values_on_example
 from cocofl.vector.program.fused_instructions import fused
 from cocofl.vector.program.instructions import (
     Attend,
@@ -26,7 +25,6 @@ from cocofl.vector.program.instructions import (
     Drop,
     Instruction,
     Layer,
-    Linears,
     LookUp,
     Node,
     Normalise,
@@ -34,7 +32,7 @@ from cocofl.vector.program.instructions import (
     Rectify,
     Score,
 )
-from cocofl.vector.program.node_calls import LOOPED, Modes, NodeCall, Piece
+from cocofl.vector.program.node_calls import LOOPED, Modes, NodeCall, Piece, values_on_example
 from cocofl.vector.program.row_layout import ChainLayout
 from cocofl.vector.program.step_context import Environment, NormSpec, StepContext
 from cocofl.vector.rounding.points import RoundingPoints, Sites
@@ -54,13 +52,18 @@ class Program:
         self.inputs, self._outputs = lowered[0].inputs, lowered[-1].outputs
         self.instructions = _Builder(chain, lowered, self.layout, on).build(self.sites)
         nodes = [i.call for i in self.instructions if isinstance(i, Node)]
-        self.layers = [i for one in self.instructions for i in _layers(one)]
+        each = [i for one in self.instructions for i in getattr(one, "layers", (one,))]
+        self.layers = [i for i in each if isinstance(i, Layer | Normalise)]
+        """Those that frozen devices have folded."""
         self.lone_norms = _lone_norms(self.layers, network)
         """BatchNorms that find one value per channel in a sample: of one sample no variance."""
         self._counted = [name for made in self.instructions for name in made.counted]
         self.channels = self.channels_in(chain)
         """Of the values whose number of channels matters, how many they have."""
-        self.scores = score_count(chain)
+        returned, shapes = self._outputs, network.with_dropout.shapes
+        scores = shapes.get(returned, ()) if isinstance(returned, ValueName) else ()
+        self.scores = scores[-1] if len(scores) > 1 else None
+        """How many there are, where a network returns nothing but a tensor of them."""
         reads = Counter(segment for made in self.instructions for segment in made.learned)
         # Gradients of the others are summed up on the way.
         self.read_once = frozenset(
@@ -85,26 +88,11 @@ class Program:
         )
 
 
-def score_count(chain: BlockChain | Network) -> int | None:
-    """How many scores a network gives, where it returns nothing but a tensor of them."""
-    lowered = Network.of(chain).with_dropout
-    returned = lowered.blocks[-1].outputs
-    shape = lowered.shapes.get(returned, ()) if isinstance(returned, ValueName) else ()
-    return shape[-1] if len(shape) > 1 else None
-
-
 def _lone_norms(layers: Sequence[Layer | Normalise], network: Network) -> list[Layer | Normalise]:
     assert network.chain.example is not None
     shapes, samples = network.with_dropout.shapes, len(network.chain.example[0])
     normed = [layer for layer in layers if layer.norm is not None]
     return [i for i in normed if math.prod(shapes[i.name]) == samples * shapes[i.name][1]]
-
-
-def _layers(one: Instruction) -> tuple[Layer | Normalise, ...]:
-    """The layers, of one instruction, that frozen devices have folded."""
-    if isinstance(one, Linears):
-        return one.layers
-    return (one,) if isinstance(one, Layer | Normalise) else ()
 
 
 class _Builder:
@@ -117,15 +105,9 @@ class _Builder:
     ) -> None:
         self._lowered, self._slots = lowered, layout
         self._graphs = [low.graph(block) for low, block in zip(lowered, chain.blocks, strict=True)]
-        modes = {module: module.training for module in chain.modules()}
-        chain.eval()
-        try:
-            seen = values_on_example(chain, lowered, self._graphs)
-        finally:
-            for module, training in modes.items():
-                module.training = training
-        self._example = {name: x.to(on) if isinstance(x, Tensor) else x for name, x in seen.items()}
         self._modes = [Modes(graph, on) for graph in self._graphs]
+        assert chain.example is not None
+        self._example = values_on_example(chain.example, lowered, self._modes, on)
         self._inlined: dict[str, tuple[Piece, ...]] = {}
         self._made: list[Instruction] = []
 
@@ -136,11 +118,8 @@ class _Builder:
                 self._add(op, block)
         for leaf in named_values(self._lowered[-1].outputs):
             if leaf in self._inlined:
-                self._materialise(leaf, self._lowered_block_of(leaf))
+                self._materialise(leaf, int(leaf.partition(".")[0]))
         return fused(self._made, self._lowered, sites)
-
-    def _lowered_block_of(self, value: str) -> int:
-        return int(value.partition(".")[0])
 
     def _add(self, op: Operation, block: int) -> None:
         if isinstance(op, NodeOp):
@@ -150,25 +129,26 @@ class _Builder:
             if name in self._inlined:
                 self._materialise(name, block)
         if isinstance(op, ActOp):
-            self._made.append(Rectify(op, block))
+            self._made.append(Rectify(op.name, block, op))
         elif isinstance(op, CatOp):
-            self._made.append(Concatenate(op, block))
+            self._made.append(Concatenate(op.name, block, op))
         else:
             self._made.append(self._layer(op, block))
 
     def _materialise(self, name: str, block: int) -> None:
         """Make a value for all devices that so far was made by those who read it."""
-        call = NodeCall(self._inlined.pop(name), block, self._slots)
+        call = NodeCall(self._inlined.pop(name), self._slots)
         call.try_out(self._example)
-        self._made.append(Node(call))
+        self._made.append(Node(name, block, call))
 
     def _layer(self, op: MapOp, block: int) -> Layer:
         find, graph = self._slots.parameters.find, self._graphs[block]
         norm = None if op.norm is None else self._norm(graph.get_submodule(op.norm))
         if op.layer is None:
-            return Layer(op, block, None, None, norm)
+            return Layer(op.name, block, op, norm=norm)
         layer: Any = graph.get_submodule(op.layer)
-        return Layer(op, block, find(layer.weight), find(layer.bias), norm)
+        weight, bias = find(layer.weight), find(layer.bias)
+        return Layer(op.name, block, op, weight=weight, bias=bias, norm=norm)
 
     def _norm(self, norm: nn.Module) -> NormSpec:
         assert isinstance(norm, _BatchNorm)
@@ -185,7 +165,6 @@ class _Builder:
         )
 
     def _add_node(self, op: NodeOp, block: int) -> None:
-        value = self._example[op.name]
         if op.drops:
             node, graph = op.nodes[-1], self._graphs[block]
             module = graph.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -198,12 +177,12 @@ class _Builder:
         for name in op.inputs:
             pieces |= {p.op.name: p for p in self._inlined.get(name, ())}
         pieces[op.name] = Piece(op, self._modes[block])
-        call = NodeCall(tuple(pieces.values()), block, self._slots)
-        if not isinstance(value, Tensor) or not call.inputs:
-            self._inlined[op.name] = tuple(pieces.values())
+        call = NodeCall(tuple(pieces.values()), self._slots)
+        if not isinstance(self._example[op.name], Tensor) or not call.inputs:
+            self._inlined[op.name] = call.pieces
             return
         call.try_out(self._example)
-        self._made.append(Attend.instead_of(Node(call), op))
+        self._made.append(Attend.instead_of(Node(op.name, block, call), op))
 
     def _known_layer(self, op: NodeOp, block: int) -> Instruction | None:  # noqa: PLR0911
         """An instruction of its own for a layer that is plainly PyTorch's."""
@@ -212,25 +191,18 @@ class _Builder:
             return None
         if len(node.args) != 1 or node.kwargs or op.inputs[0] in self._inlined:
             return None
-        graph, x = self._graphs[block], self._example[op.inputs[0]]
-        layer, find = graph.get_submodule(str(node.target)), self._slots.parameters.find
-        source = op.inputs[0]
-        norms = (nn.BatchNorm1d, nn.BatchNorm2d)
-        if isinstance(layer, _BatchNorm) and is_plain(layer, *norms) and x.ndim in {2, 3, 4}:
-            return Normalise(op.name, block, source, self._norm(layer))
+        layer: Any = self._graphs[block].get_submodule(str(node.target))
+        x = self._example[op.inputs[0]]
+        where = op.name, block, op.inputs[0]
+        find = self._slots.parameters.find
+        weight, bias = (find(getattr(layer, name, None)) for name in ("weight", "bias"))
+        if is_plain(layer, nn.BatchNorm1d, nn.BatchNorm2d) and x.ndim in {2, 3, 4}:
+            return Normalise(*where, norm=self._norm(layer))
         if is_plain(layer, nn.Linear) and x.ndim > 1:
-            assert isinstance(layer, nn.Linear)
-            weight = find(layer.weight)
-            assert weight is not None
-            return Score(op.name, block, source, weight, find(layer.bias))
+            return Score(*where, weight=weight, bias=bias)
         if is_plain(layer, nn.LayerNorm, nn.GroupNorm):
-            assert isinstance(layer, nn.LayerNorm | nn.GroupNorm)
-            return NormaliseSamples(
-                op.name, block, source, find(layer.weight), find(layer.bias), layer
-            )
-        if is_plain(layer, nn.Embedding):
-            assert isinstance(layer, nn.Embedding)
-            weight = find(layer.weight)
-            if layer.max_norm is None and not layer.scale_grad_by_freq and weight is not None:
-                return LookUp(op.name, block, source, weight, layer.padding_idx)
-        return None
+            return NormaliseSamples(*where, layer, weight=weight, bias=bias)
+        if not is_plain(layer, nn.Embedding) or weight is None:
+            return None
+        special = layer.max_norm is not None or layer.scale_grad_by_freq
+        return None if special else LookUp(*where, layer.padding_idx, weight=weight)

@@ -7,8 +7,9 @@ however many layers a network has.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,23 @@ class Segments:
                 row[segment.start : segment.stop].copy_(state[key].reshape(-1))
                 done.add(segment)
         return row
+
+
+class Rows(NamedTuple):
+    """States as rows: (state, place). Scales are NaN where nobody has measured them."""
+
+    parameters: Tensor
+    statistics: Tensor
+    scales: Tensor
+
+    def clone(self) -> Rows:
+        """A copy."""
+        return Rows(*(rows.clone() for rows in self))
+
+    @classmethod
+    def below_each_other(cls, several: Sequence[Rows]) -> Rows:
+        """All states of several."""
+        return several[0] if len(several) == 1 else cls(*map(torch.cat, zip(*several, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ gradient is that of the own weight in any case; the optimizer knows who trains.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,15 +22,45 @@ from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.numerics import StackedGrid
-from cocofl.vector.kernels import Activation, Asked
+from cocofl.vector.kernels.base import Activation, Asked
 from cocofl.vector.kernels.choice import Convolution, KernelSet, LinearKernels
 from cocofl.vector.kernels.rows import from_rows, rows_of
-from cocofl.vector.program.streams import Beside
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
 _FEW = 64
 # Enough tiles of a matrix product to keep a large GPU busy; a sum over fewer rows is not split.
 _TILES, _TILE, _ROWS = 264, 64, 512
+# How many pieces of work beside the present stream may be unfinished; what they read is kept.
+_UNFINISHED = 6
+
+
+class Beside:
+    """Work that nothing waits for until a step's end: gradients of weights.
+
+    It fills the gaps that the chain of small kernels leaves on the present stream.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._unfinished: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+
+    def run(self, call: Callable[[], Tensor], *reads: Tensor) -> Tensor:
+        """What ``call`` gives, ready after :meth:`join`; ``reads`` must not be overwritten."""
+        present = torch.cuda.current_stream()
+        self._stream.wait_stream(present)
+        with torch.cuda.stream(self._stream):
+            result = call()
+        # Memory of what is read here must not be given to others before it has been read.
+        self._unfinished.append((self._stream.record_event(), reads))
+        if len(self._unfinished) > _UNFINISHED:
+            event, _ = self._unfinished.popleft()
+            present.wait_event(event)
+        return result
+
+    def join(self) -> None:
+        """Let the present stream wait for all of it."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._unfinished.clear()
 
 
 def is_pointwise(shape: tuple[int, ...], geometry: Geometry) -> bool:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cocofl.freeze.scheme import GRADIENT, OUTPUT, scale_key
-from cocofl.vector.kernels import Asked, Norm
+from cocofl.vector.kernels.base import Asked, Norm
 from cocofl.vector.kernels.choice import KernelSet
 from cocofl.vector.kernels.rows import row_count
+from cocofl.vector.program.finishing import Finish, finished
 from cocofl.vector.program.row_layout import Segment
-from cocofl.vector.program.stacked_layers import Weights
-from cocofl.vector.program.streams import Beside
-from cocofl.vector.rounding.applied import ActivePoint, Note, rounded
+from cocofl.vector.program.stacked_layers import Beside, Weights
 from cocofl.vector.rounding.points import CONVERSION, RoundingPoint
-from cocofl.vector.rounding.table import RoundingTable
+from cocofl.vector.rounding.table import ActivePoint, Note, RoundingTable
 
 Environment = dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Roles:
+class Roles(NamedTuple):
     """By block and device, as masks."""
 
     with_batch: Tensor
@@ -33,7 +31,6 @@ class Roles:
     trained: Tensor
     reached: Tensor
     """A gradient is needed: the block is trained, or one before it."""
-    quantized: Tensor
 
 
 @dataclass(frozen=True)
@@ -127,12 +124,22 @@ class StepContext:
 
         return note
 
-    def settle(self, value: str, x: Any, block: int) -> Any:
-        """A value that no layer made: rounded, measured, and its gradient, too."""
-        if not (isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1):
+    def leaf(self, segment: Segment | None) -> Tensor | None:
+        """What learns, if there is such a parameter."""
+        return None if segment is None else self.leaves[segment]
+
+    def finish(self, value: str, x: Tensor, block: int, *, image: bool = True) -> Finish:
+        """What happens to every value: rounded, measured, and its gradient, too."""
+        output, gradient = (self.point(kind, value, block) for kind in (OUTPUT, GRADIENT))
+        rows, asked = self.rows(x, image=image), self.asked(block).value
+        return Finish(self.kernels, rows, asked, output, gradient)
+
+    def settle(self, value: str, x: Tensor, block: int) -> Tensor:
+        """A value that no layer made."""
+        if not x.is_floating_point() or x.ndim == 1:
             return x
-        forward, backward = (self.point(kind, value, block) for kind in (OUTPUT, GRADIENT))
-        return rounded(x, forward, backward, self.rows(x))
+        finish = self.finish(value, x, block)
+        return x if finish.output.is_idle and finish.gradient.is_idle else finished(x, finish)
 
     def coded(self, env: Environment, value: str, block: int) -> Tensor:
         """A value as int8 operations read it."""
@@ -142,7 +149,8 @@ class StepContext:
             return x
         key = f"{value} as codes"
         if key not in env:
-            env[key] = rounded(x, point, point.idle(), self.rows(x))
+            finish = self.finish(value, x, block)
+            env[key] = finished(x, replace(finish, output=point, gradient=point.idle()))
         coded: Tensor = env[key]
         return coded
 
@@ -152,17 +160,16 @@ class StepContext:
         if spec.momentum is None or self.averages:
             before = 0 if self.averages else spec.tracked
             momentum = (1.0 / (self.steps_done + before + 1))[:, None]
-        tracks_nothing = spec.mean is None
         with_batch = self.roles.with_batch[block]
         return Norm(
-            weight=None if spec.weight is None else self.leaves[spec.weight],
-            bias=None if spec.bias is None else self.leaves[spec.bias],
-            layer_bias=layer_bias,
+            weight=self.leaf(spec.weight),
+            bias=self.leaf(spec.bias),
+            layer_bias=None if layer_bias is None else layer_bias.detach(),
             running_mean=None if spec.mean is None else self.statistics[spec.mean],
             running_variance=None if spec.variance is None else self.statistics[spec.variance],
             momentum=momentum,
             eps=spec.eps,
-            with_batch=torch.ones_like(with_batch) if tracks_nothing else with_batch,
+            with_batch=torch.ones_like(with_batch) if spec.mean is None else with_batch,
             tracks=self.tracking[block],
             frozen_factor=self.frozen_factors[name],
             frozen_offset=self.frozen_offsets[name],

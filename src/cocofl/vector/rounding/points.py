@@ -38,12 +38,6 @@ class Sites:
         self.place = {key: i for i, key in enumerate(self.keys)}
 
 
-def region_ends(blocks: Blocks, n_blocks: int) -> frozenset[int]:
-    """The blocks before which regions that pass gradients end."""
-    regions = blocks.regions(n_blocks)
-    return frozenset(region.blocks.stop for region in regions if region.role is Role.PASSING)
-
-
 class RoundingPoints:
     """The points of a chain, whatever blocks are trained."""
 

@@ -1,9 +1,10 @@
-"""The grids of a cohort's devices at all rounding points, in tensors."""
+"""The grids of a cohort's devices at all rounding points, in tensors; and a point in one step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -12,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cocofl.numerics import StackedGrid, stacked_grid
-from cocofl.span import Blocks
+from cocofl.numerics import HEADROOM, StackedGrid, stacked_grid
+from cocofl.span import Blocks, Role
 from cocofl.vector.kernels.choice import KernelSet
-from cocofl.vector.rounding.points import PointRoundings, RoundingPoint, RoundingPoints, region_ends
+from cocofl.vector.rounding.points import RoundingPoint, RoundingPoints
 
 # Rounds after which the scales that are known count as settled.
 _SETTLED = 3
@@ -30,29 +31,6 @@ class DeviceRounding(NamedTuple):
     members: NDArray[np.int64]
     """Places of scales, padded with one place after the last."""
 
-    @classmethod
-    def of(
-        cls,
-        points: PointRoundings,
-        order: Sequence[RoundingPoint],
-        place: dict[str, int],
-        wide: int,
-    ) -> DeviceRounding:
-        """One device's points in the given order; ``wide`` is room for the scales of one point."""
-        shape = len(order)
-        active, fly, unsigned = (np.zeros(shape, bool) for _ in range(3))
-        members = np.full((shape, wide), len(place))
-        for i, point in enumerate(order):
-            if (rounding := points.get(point)) is not None:
-                active[i], unsigned[i], fly[i] = True, rounding.unsigned, not rounding.keys
-                members[i, : len(rounding.keys)] = [place[key] for key in rounding.keys]
-        return cls(active, fly, unsigned, members)
-
-    @classmethod
-    def stack(cls, devices: Sequence[DeviceRounding]) -> DeviceRounding:
-        """Of many devices."""
-        return cls(*(np.stack(arrays, 1) for arrays in zip(*devices, strict=True)))
-
 
 class RoundingTable:
     """The grids of one cohort at its points, as tensors that a captured graph can read.
@@ -66,47 +44,92 @@ class RoundingTable:
         of_chain: RoundingPoints,
         devices: int,
         on: torch.device,
-        kernels: KernelSet,
     ) -> None:
-        self.order = sorted(points)
-        self.of_device = cache(self._of_device)
-        self._of_chain, self._kernels = of_chain, kernels
-        shape = (len(self.order), devices)
-        self._index = {point: i for i, point in enumerate(self.order)}
+        self._of_chain = of_chain
+        self._index = {point: i for i, point in enumerate(sorted(points))}
+        self._of_device = cache(self._rounding_of)
+        shape = (len(points), devices)
         self._grid = StackedGrid(*(torch.zeros(shape, device=on) for _ in range(4)))
-        self.on_the_fly = torch.zeros(shape, dtype=torch.bool, device=on)
-        self.unsigned = torch.zeros(shape, dtype=torch.bool, device=on)
+        self._on_the_fly = torch.zeros(shape, dtype=torch.bool, device=on)
+        self._unsigned = torch.zeros(shape, dtype=torch.bool, device=on)
 
-    def _of_device(self, blocks: Blocks | None, known: frozenset[str]) -> DeviceRounding:
+    def _rounding_of(self, blocks: Blocks | None, known: frozenset[str]) -> DeviceRounding:
         """What one device rounds: nothing where no blocks are given."""
         points = {} if blocks is None else self._of_chain.used_by(blocks, known)
-        place, widest = self._of_chain.sites.place, self._of_chain.most_scales()
-        return DeviceRounding.of(points, self.order, place, widest)
+        place, shape = self._of_chain.sites.place, len(self._index)
+        active, fly, unsigned = (np.zeros(shape, bool) for _ in range(3))
+        members = np.full((shape, self._of_chain.most_scales()), len(place))
+        for point, i in self._index.items():
+            if (rounding := points.get(point)) is not None:
+                active[i], unsigned[i], fly[i] = True, rounding.unsigned, not rounding.keys
+                members[i, : len(rounding.keys)] = [place[key] for key in rounding.keys]
+        return DeviceRounding(active, fly, unsigned, members)
 
-    def fill(self, devices: DeviceRounding, scales: Tensor, headroom: float) -> None:
+    def fill(self, devices: Sequence[tuple[Blocks | None, frozenset[str]]], scales: Tensor) -> None:
         """Set every grid from the devices' scales."""
-        on = scales.device
-        active, fly, unsigned, members = (torch.from_numpy(a).to(on) for a in devices)
+        on, each = scales.device, [self._of_device(*device) for device in devices]
+        active, fly, unsigned, members = (
+            torch.from_numpy(np.stack(arrays, 1)).to(on) for arrays in zip(*each, strict=True)
+        )
         padded = torch.nn.functional.pad(scales, (0, 1), value=-torch.inf)
         which = torch.arange(len(scales), device=on)[None, :, None]
         widest = padded[which, members].amax(2)
         widest = torch.where(active & ~fly, widest, torch.nan)
-        for own, new in zip(self._grid, stacked_grid(widest, unsigned, headroom), strict=True):
+        for own, new in zip(self._grid, stacked_grid(widest, unsigned, HEADROOM), strict=True):
             own.copy_(new)
-        self.on_the_fly.copy_(fly)
-        self.unsigned.copy_(unsigned)
+        self._on_the_fly.copy_(fly)
+        self._unsigned.copy_(unsigned)
 
     def known(self, point: RoundingPoint) -> StackedGrid | None:
         """The devices' grids at a point; None if nobody ever rounds there."""
         i = self._index.get(point)
         return None if i is None else StackedGrid(*(part[i] for part in self._grid))
 
-    def measured(self, point: RoundingPoint, scale: Tensor) -> StackedGrid:
-        """The same, with grids of the tensor's own scale where they are made on the fly."""
-        i = self._index[point]
-        known = StackedGrid(*(part[i] for part in self._grid))
-        kernels = self._kernels.rows(scale)
-        return kernels.measured_grid(scale, self.on_the_fly[i], self.unsigned[i], known)
+    def flags(self, point: RoundingPoint) -> tuple[Tensor, Tensor]:
+        """Of each device, whether it scales on the fly there, and to an unsigned grid."""
+        return self._on_the_fly[self._index[point]], self._unsigned[self._index[point]]
+
+
+Note = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class ActivePoint:
+    """A point in one step: its table, whether someone scales on the fly, whom to tell the scale."""
+
+    kernels: KernelSet
+    point: RoundingPoint
+    table: RoundingTable | None
+    on_the_fly: bool
+    note: Note | None
+
+    @property
+    def must_measure(self) -> bool:
+        """Whether the tensor's own scale is needed."""
+        return self.on_the_fly or self.note is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing happens here."""
+        return self.note is None and self.known() is None
+
+    def idle(self) -> ActivePoint:
+        """The same place, where nothing is left to do."""
+        return ActivePoint(self.kernels, self.point, None, on_the_fly=False, note=None)
+
+    def known(self) -> StackedGrid | None:
+        """The grids, as far as they do not depend on the tensor."""
+        return None if self.table is None else self.table.known(self.point)
+
+    def measure(self, scale: Tensor) -> StackedGrid | None:
+        """The grids, given the tensor's own scale on each device."""
+        if self.note is not None:
+            self.note(scale)
+        known = self.known()
+        if not self.on_the_fly or self.table is None or known is None:
+            return known
+        run = self.kernels.rows(scale)
+        return run.measured_grid(scale, *self.table.flags(self.point), known)
 
 
 class CohortRounding:
@@ -116,18 +139,9 @@ class CohortRounding:
     captured, so it should settle.
     """
 
-    def __init__(
-        self,
-        of_chain: RoundingPoints,
-        kernels: KernelSet,
-        devices: int,
-        on: torch.device,
-        headroom: float,
-    ) -> None:
-        self._of_chain, self._headroom = of_chain, headroom
-        self._new_table = partial(
-            RoundingTable, of_chain=of_chain, devices=devices, on=on, kernels=kernels
-        )
+    def __init__(self, of_chain: RoundingPoints, devices: int, on: torch.device) -> None:
+        self._of_chain = of_chain
+        self._new_table = partial(RoundingTable, of_chain=of_chain, devices=devices, on=on)
         self._tables: dict[frozenset[RoundingPoint], RoundingTable] = {}
         self._region_ends = frozenset[int]()
         self._seen_known: Counter[tuple[frozenset[str], ...]] = Counter()
@@ -154,12 +168,11 @@ class CohortRounding:
             # In the first rounds new scales become known every time. One computation that can
             # scale anything on the fly serves them all, so that not each has to be captured.
             settled = (frozenset(), frozenset(self._of_chain.sites.keys), *settled)
-        self._region_ends |= {end for blocks, _ in round_some for end in region_ends(blocks, n)}
+        regions = [region for blocks, _ in round_some for region in blocks.regions(n)]
+        self._region_ends |= {r.blocks.stop for r in regions if r.role is Role.PASSING}
         possible = [self._of_chain.possible(known, self._region_ends) for known in settled]
         points, on_the_fly = (frozenset().union(*kind) for kind in zip(*possible, strict=True))
         if points not in self._tables:
             self._tables[points] = self._new_table(points)
-        table = self._tables[points]
-        own = [table.of_device(blocks, known) for blocks, known in devices]
-        table.fill(DeviceRounding.stack(own), scales, self._headroom)
+        self._tables[points].fill(devices, scales)
         return points, on_the_fly

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from cocofl.errors import CocoflError
 from cocofl.freeze import State, chain_state, freeze
 from cocofl.models.widths import Place
 from cocofl.span import Span
-from cocofl.vector.program.program import Program
 from cocofl.vector.training.cohort import Cohort, DeviceWork
 from cocofl.vector.training.levels import factor_row
 from cocofl.vector.training.losses import one_by_one
@@ -51,49 +49,35 @@ def disagreement(chain: BlockChain) -> str | None:
     return reason
 
 
-class Narrowing:
-    """Whether narrower networks inside a chain learn what they learn by themselves.
+def narrows(chain: BlockChain, narrow: BlockChain, places: Mapping[str, Place]) -> bool:
+    """Whether a narrower network, at ``places`` of a chain's tensors, learns as if by itself.
 
     So it is where channels meet only in layers and in instructions that are told how many there
     are.
     """
+    # In float32 a sum in another order may open a ReLU; but not all networks know float64.
+    for dtype in (torch.float64, torch.float32):
+        try:
+            return _narrows(_still_in(dtype, chain), _still_in(dtype, narrow), places)
+        except _FAILURES:
+            continue
+    return False
 
-    def __init__(self, chain: BlockChain) -> None:
-        self._chain = chain
-        self._wide = cache(self._wide_in)
 
-    def _wide_in(self, dtype: torch.dtype) -> tuple[BlockChain, Program]:
-        wide = _still_in(dtype, self._chain)
-        return wide, Program(wide, torch.device("cpu"))
-
-    def agrees(self, narrow: BlockChain, places: Mapping[str, Place]) -> bool:
-        """Whether one of them does; its tensors lie at ``places`` of the chain's."""
-        # In float32 a sum in another order may open a ReLU; but not all networks know float64.
-        for dtype in (torch.float64, torch.float32):
-            try:
-                return self._agrees_in(dtype, _still_in(dtype, narrow), places)
-            except _FAILURES:
-                continue
-        return False
-
-    def _agrees_in(
-        self, dtype: torch.dtype, narrow: BlockChain, places: Mapping[str, Place]
-    ) -> bool:
-        wide, program = self._wide(dtype)
-        begin, state = chain_state(narrow), chain_state(wide)
-        for key, tensor in begin.items():
-            state[key] = state[key].clone()
-            state[key][places[key]] = tensor
-        assert narrow.example is not None
-        inputs = narrow.example
-        cohort = _cohort(wide, inputs, 1, program)
-        factors = factor_row(program.layout.parameters, places)
-        level = cohort.add_level(factors, program.channels_in(narrow))
-        work = DeviceWork(cohort.everything, "f", _LR, level=level)
-        _step(cohort, state, [work])
-        update = cohort.update(cohort.rows_now(0), work)
-        found = {key: tensor[places[key]] for key, tensor in update.items()}
-        return _difference(_alone(narrow, work, inputs), found, begin, _TOLERANCES["f"]) is None
+def _narrows(wide: BlockChain, narrow: BlockChain, places: Mapping[str, Place]) -> bool:
+    begin, state = chain_state(narrow), chain_state(wide)
+    for key, tensor in begin.items():
+        state[key] = state[key].clone()
+        state[key][places[key]] = tensor
+    assert narrow.example is not None
+    inputs = narrow.example
+    cohort = _cohort(wide, inputs, 1)
+    factors = factor_row(cohort.program.layout.parameters, places)
+    level = cohort.add_level(factors, cohort.program.channels_in(narrow))
+    work = DeviceWork(cohort.everything, "f", _LR, level=level)
+    (update,) = _together(cohort, state, [work])
+    found = {key: tensor[places[key]] for key, tensor in update.items()}
+    return _difference(_alone(narrow, work, inputs), found, begin, _TOLERANCES["f"]) is None
 
 
 def _try_out(chain: BlockChain, inputs: tuple[Any, ...]) -> str | None:
@@ -112,7 +96,7 @@ def _try_out(chain: BlockChain, inputs: tuple[Any, ...]) -> str | None:
         except _FAILURES as e:
             return f"a device alone could not train it either ({type(e).__name__}: {e})"
         try:
-            together = _together(chain, works, inputs)
+            together = _together(_cohort(chain, inputs, len(works)), chain_state(chain), works)
         except _FAILURES as e:
             return f"it has no stacked form ({type(e).__name__}: {e})"
     begin = chain_state(chain)
@@ -168,15 +152,7 @@ def _alone(chain: BlockChain, work: DeviceWork, inputs: tuple[Any, ...]) -> Stat
     return net.update().tensors
 
 
-def _together(chain: BlockChain, works: list[DeviceWork], inputs: tuple[Any, ...]) -> list[State]:
-    cohort = _cohort(chain, inputs, len(works))
-    _step(cohort, chain_state(chain), works)
-    return [cohort.update(cohort.rows_now(d), work) for d, work in enumerate(works)]
-
-
-def _cohort(
-    chain: BlockChain, inputs: tuple[Any, ...], devices: int, program: Program | None = None
-) -> Cohort:
+def _cohort(chain: BlockChain, inputs: tuple[Any, ...], devices: int) -> Cohort:
     batch = len(inputs[0])
     labels = torch.zeros(batch, dtype=torch.long)
     return Cohort(
@@ -187,15 +163,15 @@ def _cohort(
         optimizer=Sgd(),
         loss=one_by_one(_energy),
         precision="fp32",
-        program=program,
     )
 
 
-def _step(cohort: Cohort, state: State, works: list[DeviceWork]) -> None:
-    """Each device on all of the cohort's samples, once."""
+def _together(cohort: Cohort, state: State, works: list[DeviceWork]) -> list[State]:
+    """What each device sends after one step on all of the cohort's samples."""
     indices = np.broadcast_to(np.arange(cohort.batch), (1, len(works), cohort.batch)).copy()
     valid = np.full((1, len(works)), cohort.batch)
     cohort.train(cohort.rows_of([state]), [frozenset()], works, indices, valid)
+    return [cohort.update(cohort.rows_now(d), work) for d, work in enumerate(works)]
 
 
 def _difference(expected: State, found: State, begin: State, tolerance: float) -> str | None:

@@ -21,12 +21,11 @@ from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting
 from cocofl.freeze import Network, State
 from cocofl.local_rule import LocalRule
-from cocofl.numerics import HEADROOM
 from cocofl.span import Blocks, Role, Span
 from cocofl.vector.program.program import Program
-from cocofl.vector.program.row_layout import Segment
+from cocofl.vector.program.row_layout import Rows, Segment
+from cocofl.vector.program.stacked_layers import Beside
 from cocofl.vector.program.step_context import Roles, StepContext
-from cocofl.vector.program.streams import Beside
 from cocofl.vector.rounding.points import RoundingPoint
 from cocofl.vector.rounding.table import CohortRounding
 from cocofl.vector.training.cuda_graphs import Graphs
@@ -35,7 +34,6 @@ from cocofl.vector.training.levels import WHOLE, Levels
 from cocofl.vector.training.losses import StackedLoss, cross_entropy, distance, of_classes
 from cocofl.vector.training.optimizer import Optimizer, Sgd
 from cocofl.vector.training.precision import Precision
-from cocofl.vector.training.rows import Rows
 from cocofl.vector.training.rules import RuleMemory, RuleRows
 
 Source = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
@@ -95,7 +93,6 @@ class Cohort:
         optimizer: Optimizer | None = None,
         loss: StackedLoss = cross_entropy,
         precision: str = "tf32",
-        headroom: float = HEADROOM,
         capture: bool = True,
         program: Program | None = None,
     ) -> None:
@@ -125,9 +122,10 @@ class Cohort:
         self._block_of = layout.parameters.blocks().to(self.on)
         self._frozen = FrozenWeights(self.program, devices, self.on)
         self.measured = zeros(len(self.program.sites.keys), dtype=torch.float32).fill_(torch.nan)
-        shape = self.program.n_blocks, devices
-        flags = (torch.zeros(shape, dtype=torch.bool, device=self.on) for _ in range(4))
+        flags = torch.zeros(3, self.program.n_blocks, devices, dtype=torch.bool, device=self.on)
         self._roles = Roles(*flags)
+        self._modes: list[list[str]] = []
+        self._counts: list[int] = []
         self._learns = zeros(layout.parameters.size, dtype=torch.bool)
         self._own = torch.zeros_like(self._learns)
         self._nothing = zeros(64)
@@ -139,9 +137,7 @@ class Cohort:
         self._last = zeros(dtype=torch.bool)
         self.losses = zeros(dtype=torch.float64)
         self._beside = Beside() if self.on.type == "cuda" else None
-        self._rounding = CohortRounding(
-            self.program.rounding_points, self.program.kernels, devices, self.on, headroom
-        )
+        self._rounding = CohortRounding(self.program.rounding_points, devices, self.on)
         self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
 
     @property
@@ -165,20 +161,6 @@ class Cohort:
             scales.to(self.on),
         )
 
-    def state_of(self, rows: Rows, index: int = 0) -> State:
-        """A state as ``freeze`` takes it; its tensors are parts of the rows."""
-        layout, found = self.program.layout, State()
-        for kind, own in (
-            (layout.parameters, rows.parameters),
-            (layout.statistics, rows.statistics),
-        ):
-            seen: set[Segment] = set()
-            for key, segment in kind.by_key.items():
-                part = segment.of(own)[index]
-                found[key] = part.clone() if segment in seen else part  # tied keys can be saved so
-                seen.add(segment)
-        return found | self._constants | self._scales_of(rows.scales[index])
-
     @property
     def n_levels(self) -> int:
         """How many narrower networks it knows."""
@@ -195,15 +177,6 @@ class Cohort:
             self._graphs.forget()
         return self.levels.add(factors, channels)
 
-    def _scales_of(self, row: Tensor) -> State:
-        row = row.cpu()
-        values, parts = row.tolist(), row.unbind()
-        return {
-            key: parts[place]
-            for key, place in self.program.sites.place.items()
-            if values[place] == values[place]
-        }
-
     def rows_now(self, device: int) -> Rows:
         """What a device has learned, (1, place); until the cohort trains again."""
         here = slice(device, device + 1)
@@ -211,22 +184,22 @@ class Cohort:
 
     def update(self, rows: Rows, work: DeviceWork) -> State:
         """What a device with these rows sends: tensors and scales of the blocks it trained."""
-        layout, sent = self.program.layout, State()
-        for kind, own in (
-            (layout.parameters, rows.parameters),
-            (layout.statistics, rows.statistics),
-        ):
-            for key, segment in kind.by_key.items():
-                if segment.block in work.blocks:
-                    sent[key] = segment.of(own)[0].clone()
+        layout = self.program.layout
+        sent: State = {
+            key: segment.of(own)[0].clone()
+            for kind, own in zip((layout.parameters, layout.statistics), rows, strict=False)
+            for key, segment in kind.by_key.items()
+            if segment.block in work.blocks
+        }
         for key, block in layout.constants.items():
             if block in work.blocks:
                 sent[key] = self._constants[key].clone()
-        return sent | self._scales_of(rows.scales[0])
+        scales = rows.scales[0].cpu()
+        found = {key: scales[place] for key, place in self.program.sites.place.items()}
+        return sent | {key: scale for key, scale in found.items() if not scale.isnan()}
 
     def statistics_at(self, levels: Sequence[int], device: int) -> dict[int, Tensor]:
         """By level, the statistics of a device's narrower networks; until the next training."""
-        assert self.levels is not None or not levels
         return {at: self.levels.statistics[device, at] for at in levels if self.levels is not None}
 
     def remembered(self, device: int) -> dict[str, Tensor]:
@@ -259,36 +232,27 @@ class Cohort:
         (step, device), and the statistics that the narrower begin with, (device, level, place).
         ``memories`` are what the rules of the works read, by device.
         """
+        works = self._with_idle(works)
         traits = self._begin(states, known, works)
-        traits = replace(
-            traits,
-            rules=self._rules.begin(self.parameters, [work.rule for work in works], memories),
-        )
-        room = self.devices - len(works)
-        traits = replace(
-            traits,
-            narrow=any(work.level is not None for work in works),
-            masked=any(work.classes is not None for work in works),
-        )
-        if traits.masked:
-            self._mark_present(works)
+        rules = self._rules.begin(self.parameters, [work.rule for work in works], memories)
+        traits = replace(traits, rules=rules)
+        room = self.devices - valid.shape[1]
         if levels is not None:
             assert self.levels is not None
-            distillation = [*(work.distillation for work in works), *[0.0] * room]
+            distillation = [work.distillation for work in works]
             traits = replace(traits, levels=True, distils=any(distillation))
             schedule = np.pad(levels[0], ((0, 0), (0, room)), constant_values=WHOLE)
             self.levels.begin(schedule, levels[1], self.statistics, distillation)
         counts = np.pad(valid, ((0, 0), (0, room)))
         finishing = (counts > 0) & (np.cumsum((counts > 0)[::-1], 0)[::-1] == 1)
-        finishing &= np.array([*(work.variant == "qff" for work in works), *[False] * room])
+        finishing &= np.array([work.variant == "qff" for work in works])
         finishing_on_device = torch.from_numpy(finishing).to(self.on)
-        modes = _modes(works, self.program.n_blocks, room)
-        for step, host in self._load(indices, counts):
+        for step in self._load(indices, counts):
             self._last.copy_(finishing_on_device[step])
             if traits.levels and self.levels is not None:
                 self.levels.go_to(step)
             measures = bool(finishing[step].any())
-            self._graphs.run((traits, measures), partial(self._step, traits, measures, modes, host))
+            self._graphs.run((traits, measures), partial(self._step, traits, measures))
         taken = torch.from_numpy(np.maximum((counts > 0).sum(0), 1)).to(self.on)
         self.losses /= taken
         self._rules.end(traits.rules, self.parameters, self._lr, taken, self._learns)
@@ -305,85 +269,97 @@ class Cohort:
         self, states: Rows, indices: NDArray[np.int64], valid: NDArray[np.int64]
     ) -> None:
         """Each norm's statistics as plain means over a device's mini-batches; nothing learns."""
-        n = indices.shape[1]
-        works = [DeviceWork(self.everything, "f", 0.0)] * n
-        traits = replace(self._begin(states, [frozenset()], works), averages=True)
-        room = self.devices - n
-        modes = _modes(works, self.program.n_blocks, room)
-        for _, host in self._load(indices, np.pad(valid, ((0, 0), (0, room)))):
-            self._graphs.run(traits, partial(self._look, traits, modes, host))
+        room = self.devices - valid.shape[1]
+        traits = self._begin(states, [frozenset()], self._with_idle([]))
+        traits = replace(traits, averages=True)
+        for _ in self._load(indices, np.pad(valid, ((0, 0), (0, room)))):
+            self._graphs.run(traits, partial(self._look, traits))
 
-    def _load(
-        self, indices: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Set one step's mini-batches after the other; its number, and the samples that count."""
+    def _load(self, indices: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[int]:
+        """Set one step's mini-batches after the other; the number of the step."""
         room = self.devices - indices.shape[1]
         samples = torch.from_numpy(np.pad(indices, ((0, 0), (0, room), (0, 0)))).to(self.on)
         valid = torch.from_numpy(counts.astype(np.int32)).to(self.on)
         for step in range(len(indices)):
             self._indices.copy_(samples[step])
             self._valid.copy_(valid[step])
-            yield step, counts[step].tolist()
+            self._counts = counts[step].tolist()
+            yield step
 
-    def _look(self, traits: _Traits, modes: list[list[str]], counts: list[int]) -> None:
+    def _look(self, traits: _Traits) -> None:
         with self._precision.active(), torch.no_grad():
             inputs, _ = self._source(self._indices)
-            step = self._context(self._leaves, traits, False, modes, counts)
+            step = self._context(self._leaves, traits, False)
             self.program(tuple(self._precision.cast(x) for x in inputs), step)
         self._steps_done += 1
+
+    def _with_idle(self, works: Sequence[DeviceWork]) -> list[DeviceWork]:
+        """All places of the cohort: a device without samples does nothing."""
+        if len(works) > self.devices:
+            raise InvalidSetting(f"{len(works)} devices in a cohort with room for {self.devices}")
+        idle = DeviceWork(self.everything, "f", 0.0)
+        return [*works, *[idle] * (self.devices - len(works))]
 
     def _begin(
         self, states: Rows, known: Sequence[frozenset[str]], works: Sequence[DeviceWork]
     ) -> _Traits:
-        if len(works) > self.devices:
-            raise InvalidSetting(f"{len(works)} devices in a cohort with room for {self.devices}")
-        idle = DeviceWork(self.everything, "f", 0.0)
-        everyone = [*works, *[idle] * (self.devices - len(works))]
-        of_device = torch.tensor([work.state for work in everyone], device=self.on)
+        of_device = torch.tensor([work.state for work in works], device=self.on)
         self.parameters.copy_(states.parameters[of_device])
         self.statistics.copy_(states.statistics[of_device])
         self.measured.fill_(torch.nan)
         self.losses.zero_()
         self._steps_done.zero_()
         self._optimizer.begin(self._remembered)
-        self._lr.copy_(torch.tensor([work.lr for work in everyone], dtype=self._lr.dtype))
-        roles = _role_masks(everyone, self.program.n_blocks)
-        for kind, mask in roles.items():
-            getattr(self._roles, kind).copy_(torch.from_numpy(mask))
+        self._lr.copy_(torch.tensor([work.lr for work in works], dtype=self._lr.dtype))
+        with_batch = self._set_roles(works)
         self._learns.copy_(self._roles.trained.t()[:, self._block_of])
         self._own.copy_(self._roles.with_batch.t()[:, self._block_of])
         for segment in self._unused:
             self._learns[:, segment.start : segment.stop] = False
         if self.levels is not None:
-            there = self.levels.hold([work.level for work in everyone])
+            there = self.levels.hold([work.level for work in works])
             self.parameters.mul_(there)
             self._learns.logical_and_(there)
 
-        folds = not bool(roles["with_batch"].all())
+        masked = any(work.classes is not None for work in works)
+        if masked:
+            self._mark_present(works)
+        folds = not bool(with_batch.all())
         if folds:
-            self._frozen.fill(
-                states, [(w.state, w.variant == "qff") for w in everyone], self._graphs
-            )
-        rounding = [(w.blocks if w.variant == "qff" else None, known[w.state]) for w in everyone]
+            picks = [(w.state, w.variant == "qff") for w in works]
+            self._frozen.fill(states, picks, self._graphs)
+        rounding = [(w.blocks if w.variant == "qff" else None, known[w.state]) for w in works]
         points, on_the_fly = self._rounding.begin(rounding, states.scales[of_device])
-        return _Traits(folds, points, on_the_fly)
+        narrow = any(work.level is not None for work in works)
+        return _Traits(folds, points, on_the_fly, narrow=narrow, masked=masked)
+
+    def _set_roles(self, works: Sequence[DeviceWork]) -> NDArray[np.bool_]:
+        """Tell who trains what; by block and device, whether norms use the mini-batch."""
+        n_blocks = self.program.n_blocks
+        roles = np.array([[r.value for r in work.blocks.roles(n_blocks)] for work in works]).T
+        trained = roles == Role.TRAINED.value
+        with_batch: NDArray[np.bool_] = trained | np.array([work.variant == "f" for work in works])
+        masks = Roles(*map(torch.from_numpy, (with_batch, trained, roles != Role.FROZEN.value)))
+        for own, mask in zip(self._roles, masks, strict=True):
+            own.copy_(mask)
+        self._modes = np.select([trained, with_batch], ["trained", "still"], "frozen").tolist()
+        return with_batch
 
     # A step
 
-    def _step(
-        self, traits: _Traits, measures: bool, modes: list[list[str]], counts: list[int]
-    ) -> None:
+    def _step(self, traits: _Traits, measures: bool) -> None:
+        levels = self.levels if traits.levels else None
         with self._precision.active(), torch.enable_grad():
             inputs, labels = self._source(self._indices)
             inputs = tuple(self._precision.cast(x) for x in inputs)
             leaves = self._leaves
-            if traits.levels and self.levels is not None:
-                leaves = self.levels.narrowed(self.parameters, self.statistics)
-            step = self._context(leaves, traits, measures, modes, counts)
+            if levels is not None:
+                leaves = levels.narrowed(self.parameters, self.statistics)
+            step = self._context(leaves, traits, measures)
             outputs = self.program(inputs, step)
             if traits.masked:
                 outputs = of_classes(outputs, self._present)
-            losses = self._loss(outputs, labels, self._valid, counts)
+            losses = self._loss(outputs, labels, self._valid, self._counts)
             segments, read = list(leaves), list(leaves.values())
             if traits.distils:
                 losses = self._taught(losses, outputs, inputs, labels, step)
@@ -392,11 +368,11 @@ class Cohort:
         if self._beside is not None:
             self._beside.join()
         gradients = self._flat(segments, found[: len(segments)])
-        if traits.levels and self.levels is not None:
-            self.levels.settle(gradients, self.statistics)
-        if traits.distils and self.levels is not None:
-            self.levels.settle_held()
-            gradients += self._flat(segments, found[len(segments) :])
+        if levels is not None:
+            levels.settle(gradients, self.statistics)
+            if traits.distils:
+                levels.settle_held()
+                gradients += self._flat(segments, found[len(segments) :])
         self.losses += torch.where(self._valid > 0, losses.detach().double(), 0.0)
         gradients = self._rules.corrected(
             traits.rules, gradients, self.parameters, self._lr, self._steps_done
@@ -427,8 +403,8 @@ class Cohort:
             leaves=self._leaves,
             weights=self._frozen.weights(self.parameters, self._leaves, self._roles, None),
             statistics=self.levels.statistics_of_held(),
-            steps_done=self.levels.steps_done_by_held(),
-            channels=self.levels.channels_of_held() if step.channels else {},
+            steps_done=self.levels.steps_done(of_held=True),
+            channels=self.levels.channels(of_held=True) if step.channels else {},
             table=None,
             measured=None,  # a teacher says nothing about scales
         )
@@ -454,12 +430,7 @@ class Cohort:
         return torch.cat(parts, 1)
 
     def _context(
-        self,
-        leaves: Mapping[Segment, Tensor],
-        traits: _Traits,
-        measures: bool,
-        modes: list[list[str]],
-        counts: list[int],
+        self, leaves: Mapping[Segment, Tensor], traits: _Traits, measures: bool
     ) -> StepContext:
         own = self._own if traits.folds else None
         at_levels = self.levels if traits.levels else None
@@ -480,33 +451,9 @@ class Cohort:
             table=self._rounding.table(traits.points),
             on_the_fly=traits.on_the_fly,
             channels=self.levels.channels() if traits.narrow and self.levels is not None else {},
-            modes=modes,
-            counts=counts,
+            modes=self._modes,
+            counts=self._counts,
             measured=self.measured if measures else None,
             places=self.program.sites.place,
             measures=self._last if measures else None,
         )
-
-
-def _role_masks(works: Sequence[DeviceWork], n_blocks: int) -> dict[str, NDArray[np.bool_]]:
-    """The fields of :class:`Roles`, by block and device."""
-    roles = np.array([[r.value for r in work.blocks.roles(n_blocks)] for work in works]).T
-    trained, reached = roles == Role.TRAINED.value, roles != Role.FROZEN.value
-    variants = np.array([work.variant for work in works])
-    return {
-        "trained": trained,
-        "reached": reached,
-        "with_batch": trained | (variants == "f"),
-        "quantized": ~trained & (variants == "qff"),
-    }
-
-
-def _modes(works: Sequence[DeviceWork], n_blocks: int, room: int) -> list[list[str]]:
-    """How blocks that run device by device are set: trained, with still statistics, or frozen."""
-
-    def mode(work: DeviceWork, block: int) -> str:
-        if work.blocks.role(block) is Role.TRAINED:
-            return "trained"
-        return "still" if work.variant == "f" else "frozen"
-
-    return [[*(mode(w, block) for w in works), *["frozen"] * room] for block in range(n_blocks)]

@@ -1,109 +1,93 @@
-"""What the frozen layers of a cohort's devices compute with."""
+"""What the frozen layers of a cohort's devices compute with.
+
+Weights with their norms folded in, quantized for ``qff``. All of it depends on the server's state
+only, so it is made once per round and state, whatever the devices freeze.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cocofl.vector.program.folded_weights import FoldedLayer, fold_layers
-from cocofl.vector.program.instructions import Layer
+from cocofl.freeze.fusion import Affine, affine_of, fold_affine
+from cocofl.freeze.gradient import transposed
+from cocofl.numerics import quantize_weight
+from cocofl.vector.program.instructions import Layer, Normalise
 from cocofl.vector.program.program import Program
-from cocofl.vector.program.row_layout import Segment
+from cocofl.vector.program.row_layout import Rows, Segment
 from cocofl.vector.program.stacked_layers import Weights
-from cocofl.vector.program.step_context import Roles
+from cocofl.vector.program.step_context import NormSpec, Roles
 from cocofl.vector.training.cuda_graphs import Graphs
-from cocofl.vector.training.rows import Rows
 
 
 class FrozenWeights:
     """What the devices' frozen layers compute with, in tensors that stay where they are."""
 
     def __init__(self, program: Program, devices: int, on: torch.device) -> None:
-        self._program, self._devices = program, devices
-        layout = program.layout
-        layers = [i for i in program.layers if isinstance(i, Layer) and i.weight is not None]
-        users: dict[Segment, list[Layer]] = {}
-        for layer in layers:
-            assert layer.weight is not None
-            users.setdefault(layer.weight, []).append(layer)
-        self._layers = layers
-        shape = devices, layout.parameters.size
-        self._forward = torch.zeros(shape, dtype=layout.dtype, device=on)
-        self._backward = torch.zeros(shape, dtype=layout.dtype, device=on)
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(devices, *shape, dtype=program.layout.dtype, device=on)
+
+        self._all_layers = program.layers
+        self._weighted: list[tuple[Layer, Segment]] = []
         # A weight that several layers share is folded differently for each.
         self._shared: dict[str, tuple[Tensor, Tensor]] = {}
-        for segment, sharing in users.items():
-            for layer in sharing[1:]:
-                made = [
-                    torch.zeros(devices, *segment.shape, dtype=layout.dtype, device=on)
-                    for _ in "fb"
-                ]
-                self._shared[layer.name] = made[0], made[1]
-        self._states: dict[int, Rows] = {}  # where captured folding finds them
-        self._picks = torch.zeros(devices, dtype=torch.long, device=on)
         self.factors: dict[str, Tensor] = {}
         self.offsets: dict[str, Tensor] = {}
-        for normed in program.layers:
-            if normed.norm is not None:
-                channels = _channels(normed.norm.mean, normed.norm.weight)
-                self.factors[normed.name] = torch.ones(
-                    devices, channels, dtype=layout.dtype, device=on
-                )
-                self.offsets[normed.name] = torch.zeros(
-                    devices, channels, dtype=layout.dtype, device=on
-                )
+        seen: set[Segment] = set()
+        for layer in program.layers:
+            if isinstance(layer, Layer) and layer.weight is not None:
+                weight = layer.weight
+                self._weighted.append((layer, weight))
+                if weight in seen:
+                    self._shared[layer.name] = zeros(*weight.shape), zeros(*weight.shape)
+                seen.add(weight)
+            if layer.norm is not None:
+                known = layer.norm.mean or layer.norm.weight
+                channels = 1 if known is None else known.shape[0]
+                self.factors[layer.name] = zeros(channels).fill_(1.0)
+                self.offsets[layer.name] = zeros(channels)
+        size = program.layout.parameters.size
+        self._forward, self._backward = zeros(size), zeros(size)
+        self._states: dict[int, Rows] = {}  # where captured folding finds them
+        self._picks = torch.zeros(devices, dtype=torch.long, device=on)
 
     def fill(self, states: Rows, devices: Sequence[tuple[int, bool]], graphs: Graphs) -> None:
         """Fold, quantize, and give each device its state's, quantized or not."""
-        quantized = any(own for _, own in devices)
-        n = len(states.parameters)
+        n, quantized = len(states.parameters), any(own for _, own in devices)
         if n not in self._states:
             self._states[n] = Rows(*(torch.empty_like(rows) for rows in states))
         own = self._states[n]
         own.parameters.copy_(states.parameters)
         own.statistics.copy_(states.statistics)
-        picks = [state + n * own for state, own in devices]
-        self._picks.copy_(torch.tensor(picks))
+        self._picks.copy_(torch.tensor([state + n * codes for state, codes in devices]))
         graphs.run(("fold", n, quantized), partial(self._fold, own, quantized))
 
     def _fold(self, states: Rows, quantized: bool) -> None:
-        folded = fold_layers(
-            self._program.layers, states.parameters, states.statistics, quantized=quantized
-        )
+        folded = {layer.name: _folded(layer, states, quantized) for layer in self._all_layers}
         index = self._picks
-        self._fill_weights(folded, states, index)
-        for name, own in self.factors.items():
-            one = folded[name]
-            if one.floats.factor is not None and one.codes.factor is not None:
-                own.copy_(torch.cat([one.floats.factor, one.codes.factor])[index])
-        for name, own in self.offsets.items():
-            one = folded[name]
-            if one.floats.offset is not None and one.codes.offset is not None:
-                own.copy_(torch.cat([one.floats.offset, one.codes.offset])[index])
-
-    def _fill_weights(self, folded: dict[str, FoldedLayer], states: Rows, index: Tensor) -> None:
         # All layers into one row per state and variant first: two gathers instead of two a layer.
         forward = states.parameters.repeat(2, 1)
         backward = forward.clone()
-        n = len(states.parameters)
-        for layer in self._layers:
-            one = folded[layer.name]
-            pairs = ((one.floats, slice(0, n)), (one.codes, slice(n, 2 * n)))
+        for layer, weight in self._weighted:
+            ways = folded[layer.name].weights
             if layer.name in self._shared:
-                for own, way in zip(self._shared[layer.name], ("forward", "backward"), strict=True):
-                    own.copy_(torch.cat([getattr(f, way) for f, _ in pairs])[index])
-                continue
-            assert layer.weight is not None
-            for f, rows in pairs:
-                assert f.forward is not None
-                assert f.backward is not None
-                layer.weight.of(forward)[rows] = f.forward
-                layer.weight.of(backward)[rows] = f.backward
+                for own, made in zip(self._shared[layer.name], ways, strict=True):
+                    own.copy_(made[index])
+            else:
+                for row, made in zip((forward, backward), ways, strict=True):
+                    weight.of(row).copy_(made)
         self._forward.copy_(forward[index])
         self._backward.copy_(backward[index])
+        for name in self.factors:
+            _, factor, offset = folded[name]
+            if factor is not None:
+                self.factors[name].copy_(factor[index])
+            if offset is not None:
+                self.offsets[name].copy_(offset[index])
 
     def weights(
         self,
@@ -117,24 +101,65 @@ class FrozenWeights:
         if own is not None:
             forward = torch.where(own, parameters, self._forward)
             backward = torch.where(own, parameters, self._backward)
-        for layer in self._layers:
-            assert layer.weight is not None
-            leaf = leaves[layer.weight]
+        for layer, weight in self._weighted:
+            leaf = leaves[weight]
             if own is None:
-                found[layer.name] = Weights(leaf, leaf.detach(), leaf.detach())
+                used = [leaf.detach()] * 2
             elif layer.name in self._shared:
                 mine = roles.with_batch[layer.block].view(-1, *[1] * (leaf.ndim - 1))
                 used = [torch.where(mine, leaf.detach(), f) for f in self._shared[layer.name]]
-                found[layer.name] = Weights(leaf, used[0], used[1])
             else:
-                found[layer.name] = Weights(
-                    leaf, layer.weight.of(forward), layer.weight.of(backward)
-                )
+                used = [weight.of(forward), weight.of(backward)]
+            found[layer.name] = Weights(leaf, *used)
         return found
 
 
-def _channels(*layout: Segment | None) -> int:
-    for segment in layout:
-        if segment is not None:
-            return segment.shape[0]
-    return 1
+class _Folded(NamedTuple):
+    """A layer, frozen in float and below that in int8: (variant · state, …)."""
+
+    weights: tuple[Tensor, ...] = ()
+    """Forward and backward."""
+    factor: Tensor | None = None
+    """Of a norm by itself; a layer's is 1."""
+    offset: Tensor | None = None
+    """Only of a layer with a norm; a mere bias stays with the layer."""
+
+
+def _folded(layer: Layer | Normalise, states: Rows, quantized: bool) -> _Folded:
+    norm = None if layer.norm is None else _affine(layer.norm, states)
+    offset = None if norm is None else norm.offset.repeat(2, 1)
+    if layer.weight is None:
+        if norm is None:
+            return _Folded()
+        codes = norm.factor
+        if quantized and isinstance(layer, Layer):
+            # A norm by itself is a depthwise 1×1 convolution.
+            codes = quantize_weight(codes.reshape(-1, 1)).dequantize().view_as(codes)
+        return _Folded(factor=torch.cat([norm.factor, codes]), offset=offset)
+    assert isinstance(layer, Layer)
+    weight = layer.weight.of(states.parameters)
+    flat = weight.flatten(0, 1)
+    if norm is not None:
+        bias = None if layer.bias is None else layer.bias.of(states.parameters).flatten()
+        flat, shift = fold_affine(flat, bias, Affine(*(t.flatten() for t in norm)))
+        offset = shift.view(weight.shape[:2]).repeat(2, 1)
+    forward = backward = flat
+    if quantized:
+        groups = 1 if layer.op.geometry is None else layer.op.geometry.groups
+        groups *= len(weight)
+        forward = quantize_weight(flat).dequantize()
+        backward = transposed(quantize_weight(transposed(flat, groups)).dequantize(), groups)
+    both = (torch.cat([flat, w]).view(-1, *weight.shape[1:]) for w in (forward, backward))
+    return _Folded(tuple(both), offset=offset)
+
+
+def _affine(norm: NormSpec, states: Rows) -> Affine | None:
+    if norm.mean is None or norm.variance is None:
+        return None
+    return affine_of(
+        norm.mean.of(states.statistics),
+        norm.variance.of(states.statistics),
+        None if norm.weight is None else norm.weight.of(states.parameters),
+        None if norm.bias is None else norm.bias.of(states.parameters),
+        norm.eps,
+    )

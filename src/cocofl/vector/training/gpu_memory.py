@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from cocofl.span import Span
+from cocofl.vector.program.row_layout import Rows
 from cocofl.vector.training.cohort import Cohort, DeviceWork
-from cocofl.vector.training.rows import Rows
 
 # Captured graphs keep their memory, and there are some kinds of steps; the allocator splits some.
 _SHARE = 0.6

@@ -88,32 +88,20 @@ class Levels:
         self.count += 1
         return self.count - 1
 
-    def there(self, levels: Sequence[int | None]) -> Tensor:
-        """By device and place, whether its network has it; None for the whole network."""
-        return self._factors[self._index(levels)] != 0
-
     def hold(self, levels: Sequence[int | None]) -> Tensor:
-        """The networks that devices have, at which they take steps unless told otherwise.
+        """The networks that devices have (None for the whole one).
 
-        Returns what ``there`` does.
+        They take steps at these unless told otherwise. Returns, by device and place, whether its
+        network has it.
         """
-        self._held.copy_(self._index(levels))
-        self._now.copy_(self._held)
-        return self.there(levels)
-
-    def _index(self, levels: Sequence[int | None]) -> Tensor:
         rows = [WHOLE if level is None else level for level in levels]
-        return torch.tensor(rows, device=self._now.device)
+        self._held.copy_(torch.tensor(rows))
+        self._now.copy_(self._held)
+        return self._factors[self._held] != 0
 
-    def channels(self) -> dict[str, Tensor]:
-        """Of values, how many channels they have in this step, (device)."""
-        return self._channels_at(self._now)
-
-    def channels_of_held(self) -> dict[str, Tensor]:
-        """The same in the networks that devices hold."""
-        return self._channels_at(self._held)
-
-    def _channels_at(self, levels: Tensor) -> dict[str, Tensor]:
+    def channels(self, *, of_held: bool = False) -> dict[str, Tensor]:
+        """Of values, how many channels they have in this step, or as devices hold them."""
+        levels = self._held if of_held else self._now
         return dict(zip(self._values, self._channels[levels].t().contiguous(), strict=True))
 
     def begin(
@@ -145,9 +133,9 @@ class Levels:
         statistics.copy_(self.statistics[self._rows, self._now])
         return self._leaves
 
-    def steps_done(self) -> Tensor:
-        """How many steps each device has taken at this step's level."""
-        return self._steps_done[self._rows, self._now]
+    def steps_done(self, *, of_held: bool = False) -> Tensor:
+        """How many steps each device has taken at this step's level, or at the one it holds."""
+        return self._steps_done[self._rows, self._held if of_held else self._now]
 
     def settle(self, gradients: Tensor, statistics: Tensor) -> None:
         """From gradients of the narrowed to those of the parameters; keep the statistics."""
@@ -165,10 +153,6 @@ class Levels:
         """The teachers' statistics, which they change."""
         self._of_held.copy_(self.statistics[self._rows, self._held])
         return self._tracked_of_held
-
-    def steps_done_by_held(self) -> Tensor:
-        """How many steps teachers have taken, at other times as students."""
-        return self._steps_done[self._rows, self._held]
 
     def settle_held(self) -> None:
         """Keep the statistics of those who taught; to be called after :meth:`settle`."""

@@ -25,8 +25,7 @@ class RuleRows:
         self._like = parameters
         self._start: Tensor | None = None
         self._masks: dict[LocalRule, Tensor] = {}
-        self._server: dict[str, Tensor] = {}
-        self._device: dict[str, Tensor] = {}
+        self._memory: dict[str, dict[str, Tensor]] = {"server": {}, "device": {}}
         self.kept: dict[str, Tensor] = {}
 
     def begin(
@@ -51,10 +50,7 @@ class RuleRows:
         return found
 
     def _fill(self, kind: str, name: str, memories: Sequence[Mapping[str, Tensor]]) -> None:
-        rows = (self._server if kind == "server" else self._device).setdefault(
-            name, torch.zeros_like(self._like)
-        )
-        rows.zero_()
+        rows = self._memory[kind].setdefault(name, torch.zeros_like(self._like)).zero_()
         for row, memory in zip(rows, memories, strict=False):
             if name in memory:
                 row.copy_(memory[name])
@@ -85,12 +81,11 @@ class RuleRows:
         for rule in rules:
             end = self._step(torch.zeros_like(parameters), parameters, lr, steps)
             for name, value in rule.remember(end).items():
-                before = self.kept.get(name, self._device[name])
+                before = self.kept.get(name, self._memory["device"][name])
                 self.kept[name] = torch.where(self._masks[rule] & learns, value, before)
 
     def _step(self, gradients: Tensor, parameters: Tensor, lr: Tensor, steps: Tensor) -> LocalStep:
         assert self._start is not None
-        columns = lr[:, None], steps.to(parameters.dtype)[:, None]
-        return LocalStep(
-            parameters, self._start, gradients, *columns, server=self._server, device=self._device
-        )
+        rate, taken = lr[:, None], steps.to(parameters.dtype)[:, None]
+        server, device = self._memory.values()
+        return LocalStep(parameters, self._start, gradients, rate, taken, server, device)
