@@ -6,18 +6,32 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cocofl.errors import InvalidState, RunFolderProblem
-from cocofl.runlog import RunFolder, only_writer, read_state, same_state, write_text
+from cocofl.runlog import (
+    DeviceRecord,
+    RoundRecord,
+    RunFolder,
+    only_writer,
+    read_state,
+    same_state,
+    write_text,
+)
+
+
+def record(number: int, **more: Any) -> RoundRecord:
+    devices = [DeviceRecord(3, "weak", "0:2", "merged"), DeviceRecord(5, "", None, "infeasible")]
+    return RoundRecord(number, 0.1, 0.25, 1000, 1.5, devices, **more)
 
 
 def folder(tmp_path: Path, rounds: int) -> RunFolder:
     made = RunFolder.create(tmp_path / "run", "rounds = 3\n")
     for index in range(rounds):
-        made.append({"round": index + 1}, {"round": index + 1, "train_s": 0.1})
+        made.append(record(index + 1), {"train_s": 0.1, "evaluate_s": 0.0})
     return made
 
 
@@ -25,7 +39,7 @@ def test_a_checkpoint_comes_back_and_cuts_off_what_was_logged_after_it(tmp_path:
     run = folder(tmp_path, 2)
     state = {"w": torch.tensor([1.5, -0.0]), "scale": torch.tensor(0.1)}
     run.save_checkpoint(2, state)
-    run.append({"round": 3}, {"round": 3})
+    run.append(record(3), {"train_s": 0.1, "evaluate_s": 0.0})
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"round": 4')  # killed while writing
     found = run.rewind()
@@ -33,14 +47,14 @@ def test_a_checkpoint_comes_back_and_cuts_off_what_was_logged_after_it(tmp_path:
     rounds, again = found
     assert rounds == 2
     assert same_state(again, state)
-    assert [record["round"] for record in run.metrics()] == [1, 2]
-    assert [record["round"] for record in run.timing()] == [1, 2]
+    assert run.rounds() == [record(1), record(2)]
+    assert len(run.timing()) == 2
 
 
 def test_without_a_checkpoint_everything_begins_anew(tmp_path: Path) -> None:
     run = folder(tmp_path, 2)
     assert run.rewind() is None
-    assert run.metrics() == []
+    assert run.rounds() == []
 
 
 def test_a_log_that_lacks_rounds_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -106,6 +120,7 @@ def test_what_is_no_run_cannot_be_continued(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
+from typing import Any
 from cocofl.runlog import only_writer
 with only_writer(Path(sys.argv[1])):
     print("writing", flush=True)
@@ -145,7 +160,7 @@ def test_a_disk_that_takes_no_more_says_so(tmp_path: Path) -> None:
     (run.path / "metrics.jsonl").unlink()
     (run.path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(RunFolderProblem, match=r"No space left.*--resume"):
-        run.append({"round": 2}, {})
+        run.append(record(2), {})
 
 
 @pytest.mark.parametrize(

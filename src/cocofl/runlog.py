@@ -15,10 +15,11 @@ model.safetensors      the final state; its being there says that the run is com
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocofl.errors import InvalidState, RunFolderProblem
+from cocofl.errors import InvalidSetting, InvalidState, RunFolderProblem
+from cocofl.fl.metrics import STATISTICS
 
 State = dict[str, Tensor]
 Record = dict[str, Any]
@@ -41,6 +43,9 @@ _ORIGIN = ("cocofl", "commit", "torch", "python", "hardware", "engine", "tables"
 
 FATES = ("merged", "late", "lost", "rejected", "infeasible")
 """What can become of a device that is asked."""
+
+Scores = Mapping[str, Any]
+"""What a model was tested for: a number under each metric's name, and further numbers beside it."""
 
 
 class DeviceRecord(NamedTuple):
@@ -67,33 +72,150 @@ class RoundRecord:
     loss: float | None
     """The mean over the devices that were merged."""
     devices: Sequence[DeviceRecord]
-    scores: Mapping[str, Any] = field(default_factory=dict)
+    scores: Scores = field(default_factory=dict)
     """What the model was tested for, where it was."""
-    other_scores: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    other_scores: Mapping[str, Scores] = field(default_factory=dict)
     """The same with other norm statistics, by their kind; at the end of a run."""
     bytes_broadcast: int | None = None
     """The size of all that devices were sent, where they are on a network."""
     reasons: Sequence[tuple[int, str]] | None = None
     """Why updates were refused or did not come, where devices are on a network."""
 
+    def count(self, fate: str) -> int:
+        """How many devices that became of."""
+        return sum(one.fate == fate for one in self.devices)
+
     def to_json(self) -> Record:
         """As ``metrics.jsonl`` has it."""
-        fates = [one.fate for one in self.devices]
-        broadcast = {"bytes_broadcast": self.bytes_broadcast}
-        reasons = {"reasons": [list(pair) for pair in self.reasons or ()]}
+        own = {key: getattr(self, key) for key in _OWN_KEYS if key not in FATES}
+        own |= {fate: self.count(fate) for fate in FATES}
+        own["devices"] = [list(one) for one in self.devices]
+        own["reasons"] = None if self.reasons is None else [list(pair) for pair in self.reasons]
         return {
-            "round": self.round,
-            "lr": self.lr,
-            "simulated_s": self.simulated_s,
-            "bytes_up": self.bytes_up,
-            **(broadcast if self.bytes_broadcast is not None else {}),
-            "loss": self.loss,
-            **{fate: fates.count(fate) for fate in FATES},
-            "devices": [list(one) for one in self.devices],
-            **(reasons if self.reasons is not None else {}),
+            **{k: own[k] for k in _OWN_KEYS if k not in _ON_A_NETWORK or own[k] is not None},
             **self.scores,
-            **{f"{kind}_statistics": dict(found) for kind, found in self.other_scores.items()},
+            **{_OTHER[kind]: dict(found) for kind, found in self.other_scores.items()},
         }
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any], where: str) -> RoundRecord:
+        """A line of ``metrics.jsonl``, which anybody may have made; ``where`` it stands."""
+        for key, check in _OWN_KEYS.items():
+            if key not in line and key not in _ON_A_NETWORK:
+                raise RunFolderProblem(f"{where} lacks {key!r}")
+            if key in line and not check(line[key]):
+                raise RunFolderProblem(f"{where}: {key!r} is {_in_short(line[key])}")
+        others = {kind: line[key] for kind, key in _OTHER.items() if key in line}
+        taken = (*_OWN_KEYS, *_OTHER.values())
+        scores = {key: value for key, value in line.items() if key not in taken}
+        for found in (scores, *others.values()):
+            if not _are_scores(found):
+                raise RunFolderProblem(f"{where}: what the model was tested for is not numbers")
+        reasons = line.get("reasons")
+        figures: Record = {key: line.get(key) for key in _FIGURES}
+        return cls(
+            **figures,
+            devices=[DeviceRecord(*one) for one in line["devices"]],
+            scores=scores,
+            other_scores=others,
+            reasons=None if reasons is None else [(node, why) for node, why in reasons],
+        )
+
+
+def metric_names(scores: Scores) -> list[str]:
+    """The metrics among what a model was tested for, in the order of the experiment.
+
+    >>> metric_names({"accuracy": 0.5, "f1": 0.4, "group_accuracy": {"weak": 0.3}})
+    ['accuracy', 'f1']
+    """
+    return [name for name, value in scores.items() if isinstance(value, int | float)]
+
+
+def scores_by_name(scores: Scores, key: str) -> Mapping[str, float]:
+    """Numbers by name among what a model was tested for, as those of groups; none elsewhere."""
+    found = scores.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def check_metric_names(names: Sequence[str]) -> None:
+    """Refuse metrics that could not be told apart in a line of ``metrics.jsonl``."""
+    for name in names:
+        if name in _OWN_KEYS or name in _OTHER.values() or names.count(name) > 1:
+            raise InvalidSetting(
+                f"a metric is called {name!r}, and so is something else in {METRICS}; give it "
+                "another name"
+            )
+
+
+# Numbers of a file are bounded: one of a thousand digits is no number that can be computed with.
+_LARGEST = 2**64
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    return (type(value) is float and math.isfinite(value)) or (
+        type(value) is int and abs(value) < _LARGEST
+    )
+
+
+def _are_devices(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, list)
+        and len(one) == len(DeviceRecord._fields)
+        and _is_count(one[0])
+        and isinstance(one[1], str)
+        and (one[2] is None or isinstance(one[2], str))
+        and one[3] in FATES
+        for one in value
+    )
+
+
+def _are_reasons(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, list) and len(one) == 2 and _is_count(one[0]) and isinstance(one[1], str)
+        for one in value
+    )
+
+
+def _are_scores(value: Any) -> bool:
+    """Whether all are numbers, or lists or tables of numbers; a metric may well be infinite."""
+
+    def is_score(one: Any) -> bool:
+        return type(one) is float or _is_number(one)
+
+    def numbers(one: Any) -> Iterable[Any]:
+        return one.values() if isinstance(one, dict) else one if isinstance(one, list) else (one,)
+
+    return isinstance(value, dict) and all(
+        is_score(number) for one in value.values() for number in numbers(one)
+    )
+
+
+_FIGURES: dict[str, Callable[[Any], bool]] = {
+    "round": _is_count,
+    "lr": _is_number,
+    "simulated_s": _is_number,
+    "bytes_up": _is_count,
+    "bytes_broadcast": _is_count,
+    "loss": lambda value: value is None or _is_number(value),
+}
+_OWN_KEYS: dict[str, Callable[[Any], bool]] = {
+    **_FIGURES,
+    **dict.fromkeys(FATES, _is_count),
+    "devices": _are_devices,
+    "reasons": _are_reasons,
+}
+"""What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
+_ON_A_NETWORK = ("bytes_broadcast", "reasons")
+_OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
+
+
+def _in_short(value: Any) -> str:
+    """A value for a message; one that holds others is not written out, however deep it is."""
+    return f"a {type(value).__name__}" if isinstance(value, list | dict) else f"{value!r:.40}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +256,11 @@ class RunFolder:
     @property
     def about(self) -> Record:
         """Machine, versions, command, tables."""
-        return _read_json(self.path / ABOUT)
+        path = self.path / ABOUT
+        try:
+            return _parsed(path.read_bytes(), str(path))
+        except OSError as error:
+            raise RunFolderProblem(f"cannot read {path}: {error}") from error
 
     def write_about(self, about: Mapping[str, Any]) -> None:
         """Keep what is known of this run besides its numbers.
@@ -175,20 +301,35 @@ class RunFolder:
             return before
         return [*before, {"rounds": rounds, **origin}]
 
-    def append(self, metrics: Record, timing: Record) -> None:
+    def append(self, record: RoundRecord, timing: Record) -> None:
         """Add a round's lines."""
         with _writing(self.path):
-            for name, record in ((METRICS, metrics), (TIMING, timing)):
+            for name, line in ((METRICS, record.to_json()), (TIMING, timing)):
                 with (self.path / name).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+                    file.write(json.dumps(line) + "\n")
 
-    def metrics(self) -> list[Record]:
+    def rounds(self) -> list[RoundRecord]:
         """The rounds so far."""
-        return _read_lines(self.path / METRICS)
+        path, records = self.path / METRICS, []
+        metrics: list[str] = []
+        for number, line in enumerate(_read_lines(path), start=1):
+            where = f"{path}, line {number}"
+            record = RoundRecord.from_json(line, where)
+            if record.round != number:
+                raise RunFolderProblem(f"{where} is of round {record.round}")
+            names = metric_names(record.scores)
+            if record.scores and names != (metrics := metrics or names):
+                raise RunFolderProblem(f"{where} has other metrics than the lines before it")
+            records.append(record)
+        return records
 
     def timing(self) -> list[Record]:
         """Wall-clock seconds of the rounds so far."""
-        return _read_lines(self.path / TIMING)
+        lines = _read_lines(self.path / TIMING)
+        for number, line in enumerate(lines, start=1):
+            if not all(_is_number(line.get(key)) for key in ("train_s", "evaluate_s")):
+                raise RunFolderProblem(f"{self.path / TIMING}, line {number}, lacks seconds")
+        return lines
 
     def save_checkpoint(self, rounds_done: int, state: Mapping[str, Tensor]) -> None:
         """Keep the state after so many rounds, in place of the one before."""
@@ -352,17 +493,17 @@ def _read_lines(path: Path) -> list[Record]:
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # what has no end of line is not complete
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise RunFolderProblem(f"{path} is damaged: {error}") from error
+    return [_parsed(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
 
 
-def _read_json(path: Path) -> Record:
+def _parsed(text: str | bytes, where: str) -> Record:
+    """A table of a file that anybody may have made."""
     try:
-        content: Record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunFolderProblem(f"cannot read {path}: {error}") from error
+        content: Record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RunFolderProblem(f"{where} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise RunFolderProblem(f"{where} is damaged: it is {_in_short(content)}, not a table")
     return content
 
 

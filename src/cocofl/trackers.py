@@ -14,6 +14,7 @@ from typing import Any
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.named import nearest
+from cocofl.runlog import RoundRecord
 
 Log = Callable[[Mapping[str, float], int], Any]
 
@@ -25,9 +26,9 @@ class Tracker:
     log: Log
     end: Callable[[], Any]
 
-    def on_round(self, record: Mapping[str, Any]) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         """Log what is a number, groups one by one."""
-        self.log(numbers(record), int(record["round"]))
+        self.log(numbers(record.to_json()), record.round)
 
     def on_end(self) -> None:
         """Let the library finish its files."""

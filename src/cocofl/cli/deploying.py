@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,8 @@ import typer
 from cocofl.cli.outputs import check_writable
 from cocofl.cli.running import Changes, File, read_experiment
 from cocofl.errors import InvalidExperiment
+from cocofl.fl.metrics import metric
+from cocofl.runlog import RoundRecord
 
 flower_app = typer.Typer(
     name="flower", help="Train on real devices, with Flower.", no_args_is_help=True
@@ -41,10 +44,15 @@ def up(
         raise InvalidExperiment(f"{out} exists already; name another folder with --out")
     check_writable(out / "run", "--out")
     print(f"starting a SuperLink and {supernodes} SuperNodes; their logs are in {out}/network")
-    done = trial.try_out(
-        experiment, out, supernodes=supernodes, secure=secure, on_round=_print_round
-    )
-    print(f"accuracy {done.final['accuracy']:.1%}; run folder: {done.path}")
+    headline = metric(experiment.evaluation.metrics[0]).facts
+
+    def on_round(record: RoundRecord) -> None:
+        spans = ", ".join(f"{one.work or ''} {one.fate}".strip() for one in record.devices)
+        print("  ".join([f"round {record.round}: {spans}", *headline.found_in(record.scores)]))
+        sys.stdout.flush()
+
+    done = trial.try_out(experiment, out, supernodes=supernodes, secure=secure, on_round=on_round)
+    print("; ".join([*headline.found_in(done.final.scores), f"run folder: {done.path}"]))
 
 
 @flower_app.command()
@@ -86,12 +94,6 @@ def node(
         words += ["--auth-supernode-private-key", str(auth_supernode_private_key)]
     program = [*_needs_flower("cocofl.flower.loopback").NODE_PROGRAM, *words]
     os.execv(program[0], program + ["--insecure"] * insecure)
-
-
-def _print_round(record: dict[str, Any]) -> None:
-    spans = ", ".join(f"{span or ''} {fate}".strip() for _, _, span, fate in record["devices"])
-    accuracy = f"  accuracy {record['accuracy']:.1%}" if "accuracy" in record else ""
-    print(f"round {record['round']}: {spans}{accuracy}", flush=True)
 
 
 def _needs_flower(name: str) -> Any:

@@ -11,7 +11,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
+
+from cocofl.report.tables import TextTable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Trust = Annotated[
@@ -31,6 +34,17 @@ def print_table(table: Table) -> None:
     if not console.is_terminal:
         console = Console(width=200)
     console.print(table)
+
+
+def print_text_table(shown: TextTable) -> None:
+    """Print a table of texts, which may come from files, and its notes."""
+    table = Table(escape(shown.header[0]), *map(right, map(escape, shown.header[1:])))
+    table.title = escape(shown.title)
+    for line in shown.lines:
+        table.add_row(*map(escape, line))
+    print_table(table)
+    for note in shown.notes:
+        print(note)
 
 
 def print_json(value: Any) -> None:

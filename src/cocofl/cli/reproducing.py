@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import print_table, right, stoppable
+from cocofl.cli.printing import print_text_table, stoppable
 from cocofl.cli.reporting import drawing
 from cocofl.cli.running import ProgressBar
 from cocofl.errors import InvalidSetting
 from cocofl.fl.strategies import facts_of
 from cocofl.named import names_in, vouch_for
+from cocofl.report.tables import TextTable
 from cocofl.reproduction import collection as collections
 from cocofl.reproduction import plans, profiles, results, tables
 from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import Planned
 from cocofl.reproduction.playing import missing, play
 from cocofl.reproduction.results import Result
-from cocofl.reproduction.tables import TextTable
 from cocofl.runlog import write_text
 
 reproduce_app = typer.Typer(
@@ -240,7 +239,7 @@ def profiling(
     if not costs:
         raise InvalidSetting(f"no table of {model} ships with the package; give one with --table")
     shown = profiles.savings(costs)
-    _print(shown)
+    print_text_table(shown)
     check_writable(out / "profiling.md", "--out")
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "profiling.md", shown.markdown())
@@ -277,7 +276,7 @@ def _carry_out(
     found = results.gather(here, elsewhere)
     shown = [one for one in study.tables(found) if one is not None]
     for one in shown:
-        _print(one)
+        print_text_table(one)
     for note in (*notes, *left_out):
         print(note)
     if not shown:
@@ -291,15 +290,6 @@ def _carry_out(
         with drawing():
             _say_drawn(study.draw(import_module("cocofl.reproduction.figures"), found))
     return found
-
-
-def _print(shown: TextTable) -> None:
-    table = Table(shown.header[0], *map(right, shown.header[1:]), title=shown.title)
-    for line in shown.lines:
-        table.add_row(*line)
-    print_table(table)
-    for note in shown.notes:
-        print(note)
 
 
 def _say_drawn(files: Sequence[Path]) -> None:

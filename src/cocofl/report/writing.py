@@ -12,16 +12,15 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from cocofl.budget import bytes_text
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
-from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report import charts
-from cocofl.report.findings import Row, ahead, curve, summary, trained
+from cocofl.report.findings import ahead, curve, summary, trained
 from cocofl.report.palette import ON_DARK, line_colours
 from cocofl.report.runs import Line, Scene, arrange, find_runs
 from cocofl.report.sources import Sources
-from cocofl.runlog import FATES, write_text
+from cocofl.report.tables import highlights, summary_table
+from cocofl.runlog import write_text
 
 REPORT = "report.html"
 
@@ -43,13 +42,12 @@ class Stage:
     """What the page shows of a scene."""
 
     title: str
-    rows: list[Row]
-    behind: dict[str, float]
-    groups: list[str]
-    statuses: list[str]
-    """What became of updates, where it happened at all."""
+    metric: str
+    rows: list[tuple[Line, tuple[str, ...]]]
+    header: tuple[str, ...]
+    tiles: dict[str, str]
     headline: str
-    accuracy: list[Card]
+    curves: list[Card]
     fairness: list[Card]
     trained: list[Card]
     data: list[Card]
@@ -121,32 +119,19 @@ def report_page(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": bytes_text, "seconds": seconds_text}
     return environment.get_template("report.html").render(page)
 
 
-def seconds_text(seconds: float) -> str:
-    """A duration for a person to read.
-
-    >>> seconds_text(0.25), seconds_text(90), seconds_text(7200)
-    ('0.25 s', '90 s', '2 h')
-    """
-    for unit, size in (("d", 172_800 / 2), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def _stage(scene: Scene, sources: Sources, colours: Mapping[str, str], drawings: Drawings) -> Stage:
-    lines, groups = scene.lines, scene.groups
-    rows = [summary(line) for line in lines]
-    curves = [curve(line, charts.POINTS) for line in lines]
+    lines, groups, metric = scene.lines, scene.groups, scene.metric
+    found = [curve(line, charts.POINTS) for line in lines]
     band = "The band reaches from the worst to the best seed."
-    several = any(row.seeds > 1 for row in rows)
-    accuracy = [
+    several = any(len(line.runs) > 1 for line in lines)
+    name = metric.name[:1].upper() + metric.name[1:]
+    curves = [
         drawings.add(
-            charts.accuracy_chart(lines, curves, colours, axis),
-            f"Accuracy over {title}",
+            charts.curve_chart(lines, found, colours, axis),
+            f"{name} over {title}",
             330,
             band if several and axis == "rounds" else "",
         )
@@ -156,28 +141,31 @@ def _stage(scene: Scene, sources: Sources, colours: Mapping[str, str], drawings:
             ("bytes_up", "uploaded bytes"),
         )
     ]
-    bars = drawings.add(
-        charts.fairness_chart(rows, groups),
-        "Final accuracy of each group",
-        330,
-        "Classes weighted as often as the group's devices have them.",
-    )
-    fairness = [replace(bars, wide=True)]
-    fairness += [
+    fairness = [
         drawings.add(
-            charts.group_chart(lines, curves, colours, group), f"Accuracy of {group} devices", 280
+            charts.curve_chart(lines, found, colours, "rounds", group),
+            f"{name} of {group} devices",
+            280,
         )
         for group in groups
     ]
+    if groups:
+        title, caption = (
+            f"Final {metric.name} of each group",
+            "Classes weighted as often as the group's devices have them.",
+        )
+        bars = drawings.add(charts.fairness_chart(scene), title, 330, caption)
+        fairness.insert(0, replace(bars, wide=True))
     data, missing_data = _data_cards(sources, drawings)
+    table = summary_table(scene)
     return Stage(
         title=scene.title,
-        rows=rows,
-        behind={label: -points for label, points in ahead(scene)},
-        groups=groups,
-        statuses=[s for s in FATES if s == "merged" or any(row.updates[s] for row in rows)],
-        headline=_headline(scene, rows),
-        accuracy=accuracy,
+        metric=name,
+        rows=list(zip(lines, table.lines, strict=True)),
+        header=table.header,
+        tiles=highlights(scene) if len(lines) == 1 else {},
+        headline=_headline(scene),
+        curves=curves,
         fairness=fairness,
         trained=[_trained_card(line, groups, drawings) for line in lines],
         data=data,
@@ -227,18 +215,18 @@ def _profile_cards(sources: Sequence[Sources], drawings: Drawings) -> tuple[list
     return [card for both in cards.values() for card in both], list(missing)
 
 
-def _headline(scene: Scene, rows: Sequence[Row]) -> str:
-    margins = ahead(scene)
-    if not margins:
+def _headline(scene: Scene) -> str:
+    found, metric = ahead(scene), scene.metric
+    if found is None:
         return ""
-    label, points = min(margins, key=lambda pair: pair[1])
-    ours = next(
-        row for row, line in zip(rows, scene.lines, strict=True) if line.facts.role == PROPOSED
-    )
-    where = "ahead of" if points >= 0 else "behind"
+    ours, margins = found
+    label, lead = min(margins.items(), key=lambda pair: pair[1])
+    reached = summary(ours).scores[metric.name].text(metric)
+    points = f"{abs(lead):.1f} points" if metric.is_share else f"{abs(lead):.4g}"
+    where = "ahead of" if lead >= 0 else "behind"
     return (
-        f"{ours.label} reaches {ours.accuracy.percent()} %, {abs(points):.1f} points {where} the "
-        f"best other method that obeys the same budgets ({label})."
+        f"{ours.label} reaches {reached}{' %' if metric.is_share else f' {metric.name}'}, {points} "
+        f"{where} the best other method that obeys the same budgets ({label})."
     )
 
 

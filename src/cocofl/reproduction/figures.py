@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from cocofl.experiment import Spread
 from cocofl.fl.metrics import STATISTICS
 from cocofl.profiling import ProfileTable
 from cocofl.report import studies
-from cocofl.report.findings import Spread
-from cocofl.report.profiles import blocks_figure, profiling_figure, save
+from cocofl.report.drawing import save
+from cocofl.report.profiles import blocks_figure, profiling_figure
 from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import SELECTIONS, VARIANTS, limited_label, strategy_of
 from cocofl.reproduction.results import Result, spread

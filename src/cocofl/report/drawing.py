@@ -1,15 +1,46 @@
-"""Bars side by side: several series over the same places."""
+"""What all figures for a paper are drawn with (matplotlib)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from cocofl.report.findings import Spread
+from cocofl.experiment import Spread
 
+FORMATS = (".png", ".svg")
 _TOGETHER = 0.8  # of the distance between two places
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """An empty figure. It is not pyplot's: it belongs to nobody and needs no display."""
+    return Figure(figsize=(width_in, height_in), dpi=150, layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """Draw a figure as PNG and as SVG; ``path`` is without an ending."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.with_name(path.name + kind) for kind in FORMATS]
+    for file in files:
+        figure.savefig(file)
+    return files
+
+
+def bare(axes: Axes, *, grid: bool = True) -> None:
+    """Without a frame."""
+    axes.spines[["top", "right"]].set_visible(False)
+    if grid:
+        axes.grid(color="0.92", linewidth=0.7)
+        axes.set_axisbelow(True)
+
+
+def plain(name: str) -> str:
+    """Dollars begin formulas in matplotlib, and a leading underscore hides a name."""
+    text = name.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def grouped_bars(
@@ -17,8 +48,9 @@ def grouped_bars(
     series: Mapping[str, Sequence[Spread | None]],
     colours: Sequence[str],
     published: Mapping[str, Sequence[Spread | None]] | None = None,
+    scale: float = 100.0,
 ) -> None:
-    """One bar per series at every place, in %, with the deviation over seeds.
+    """One bar per series at every place, shares in %, with the deviation over seeds.
 
     What was published is a line across the bar. A place without a value stays empty.
     """
@@ -28,7 +60,7 @@ def grouped_bars(
         there = [(place + offset, one) for place, one in enumerate(values) if one is not None]
         axes.bar(
             [x for x, _ in there],
-            [100 * one.mean for _, one in there],
+            [scale * one.mean for _, one in there],
             width,
             color=colours[index % len(colours)],
             label=name,
@@ -36,8 +68,8 @@ def grouped_bars(
         with_std = [(x, one) for x, one in there if one.std is not None]
         axes.errorbar(
             [x for x, _ in with_std],
-            [100 * one.mean for _, one in with_std],
-            yerr=[100 * (one.std or 0.0) for _, one in with_std],
+            [scale * one.mean for _, one in with_std],
+            yerr=[scale * (one.std or 0.0) for _, one in with_std],
             fmt="none",
             ecolor="black",
             elinewidth=0.8,
@@ -46,7 +78,7 @@ def grouped_bars(
         known = (published or {}).get(name, ())
         marks = [(place + offset, one) for place, one in enumerate(known) if one is not None]
         axes.hlines(
-            [100 * one.mean for _, one in marks],
+            [scale * one.mean for _, one in marks],
             np.array([x for x, _ in marks]) - width / 2,
             np.array([x for x, _ in marks]) + width / 2,
             colors="black",
