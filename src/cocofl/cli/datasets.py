@@ -111,11 +111,11 @@ def data_show(
             "chart": str(path),
         }
         print_json(summary)
-        return
-    print_text_table(_density_table(held, title))
-    sizes = low if low == high else f"{low} to {high}"
-    print(f"{devices} devices with {sizes} samples each; {len(partition.remainder)} left over.")
-    print(f"Chart: {path}")
+    else:
+        print_text_table(_density_table(held, title))
+        sizes = low if low == high else f"{low} to {high}"
+        print(f"{devices} devices with {sizes} samples each; {len(partition.remainder)} left over.")
+        print(f"Chart: {path}")
 
 
 def _density_table(held: Holdings, title: str) -> TextTable:
