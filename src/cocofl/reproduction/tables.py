@@ -34,11 +34,9 @@ def of_row(collection: Collection, results: Sequence[Result], row: str) -> TextT
     )
     if not own:
         return None
-    metric, kinds = collection.metric(row), _kinds(own)
-
-    labels, columns = labels_of(own), {}
+    metric, kinds, labels = collection.metric(row), _kinds(own), labels_of(own)
     published = [collection.published.get((row, strategy_of(one), metric)) for one in labels]
-    columns[""] = labels
+    columns = {"": labels}
     if collection.published:
         columns["paper"] = [*map(_percent, published)]
     for kind in kinds:
@@ -60,9 +58,10 @@ def of_row(collection: Collection, results: Sequence[Result], row: str) -> TextT
 def fairness(collection: Collection, results: Sequence[Result], row: str) -> TextTable | None:
     """The accuracy of each group of devices, beside what the paper's text says."""
     own = longest(one for one in results if one.row == row and not in_one_place(one))
-    if not own:
+    groups = groups_of(own)
+    if not groups:
         return None
-    groups, lines = groups_of(own), []
+    lines = []
     for label in labels_of(own):
         known = [collection.published.get((row, strategy_of(label), group)) for group in groups]
         found = {
