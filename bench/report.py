@@ -203,7 +203,7 @@ def main() -> None:
         if not folder.exists():
             made_up_comparison(folder, arguments.rounds, arguments.seeds)
         begin = time.perf_counter()
-        page = write_report([folder])
+        page = write_report(find_runs([folder]), folder / "report.html")
         print(f"page: {page.stat().st_size / 1e6:.2f} MB, {time.perf_counter() - begin:.1f} s")
         if arguments.picture:
             picture(page, arguments.picture)

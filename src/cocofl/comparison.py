@@ -26,7 +26,6 @@ class Comparison:
 
     path: Path
     runs: tuple[Run, ...]
-    lr_grid: tuple[float, ...]
     tables: dict[str, str]
     """Which profile tables served each strategy."""
 
@@ -86,7 +85,7 @@ def compare(
     finally:
         if executor is None:
             own.close()
-    return Comparison(out, tuple(played), tuple(lr_grid or ()), tables)
+    return Comparison(out, tuple(played), tables)
 
 
 def _check(

@@ -20,9 +20,8 @@ from cocofl.cli.datasets import data_app
 from cocofl.cli.deploying import flower_app
 from cocofl.cli.machine import doctor
 from cocofl.cli.profiling import profile, select
-from cocofl.cli.reporting import report
 from cocofl.cli.reproducing import reproduce_app
-from cocofl.cli.running import compare, evaluate, run
+from cocofl.cli.running import compare, evaluate, report, run
 from cocofl.errors import CocoflError
 from cocofl.named import names_are_data
 

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from cocofl import data
-from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import Json, print_json, print_text_table, starting
+from cocofl.cli.printing import Json, check_writable, print_json, print_text_table, starting
 from cocofl.named import vouch_for
 from cocofl.report.sources import Holdings, printable
 from cocofl.report.tables import TextTable

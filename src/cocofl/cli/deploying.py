@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cocofl.cli.outputs import check_writable
+from cocofl.cli.printing import check_writable
 from cocofl.cli.running import Changes, File, read_experiment
 from cocofl.errors import InvalidExperiment
 from cocofl.fl.metrics import metric

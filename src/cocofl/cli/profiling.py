@@ -16,8 +16,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from cocofl.budget import Budget, bytes_text
-from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import Json, print_json, print_table, right, starting
+from cocofl.cli.printing import Json, check_writable, print_json, print_table, right, starting
 from cocofl.errors import InvalidSetting, OtherHardware
 from cocofl.fl.select import feasible, maximal, nothing_fits
 from cocofl.models import MODELS
@@ -27,8 +26,10 @@ from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
 from cocofl.profiling.sweep import Progress, sweep
 from cocofl.profiling.workspace import Settings
-from cocofl.report.pictures import LEGEND, chain_picture
-from cocofl.span import Blocks
+from cocofl.span import Blocks, Role
+
+SIGNS = {Role.FROZEN: "░", Role.TRAINED: "█", Role.PASSING: "▒"}
+LEGEND = "░ frozen   █ trained   ▒ frozen, gradients pass"
 
 
 def profile(
@@ -213,3 +214,12 @@ def _cell(table: ProfileTable, name: str, value: Any) -> str:
         return f"{value:.3f}"
     amount = f"{1e3 * value * full:.3g} ms" if name == "time" else bytes_text(value * full)
     return f"{value:.3f} ({amount})"
+
+
+def chain_picture(trained: Blocks, n_blocks: int) -> str:
+    """A chain of which some blocks are trained, one sign per block.
+
+    >>> chain_picture(Blocks("2:4+5:6"), 6)
+    '░░██▒█'
+    """
+    return "".join(SIGNS[role] for role in trained.roles(n_blocks))

@@ -1,8 +1,9 @@
-"""``cocofl run``, ``compare`` and ``evaluate``: federated simulation."""
+"""``cocofl run``, ``compare``, ``evaluate`` and ``report``: federated simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -13,19 +14,26 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import Json, Trust, print_json, print_text_table, stoppable
-from cocofl.cli.reporting import report_of
+from cocofl.cli.printing import (
+    Json,
+    Trust,
+    check_writable,
+    numbers,
+    print_json,
+    print_text_table,
+    stoppable,
+    words,
+)
 from cocofl.comparison import compare as compare_strategies
 from cocofl.config import Experiment, parse_value
 from cocofl.engine.rounds import Watcher
-from cocofl.errors import InvalidExperiment
+from cocofl.errors import CocoflError, InvalidExperiment, InvalidSetting
 from cocofl.experiment import Run, evaluate_run, simulate
 from cocofl.fl.metrics import metric
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import EVERYTHING, names_in, vouch_for
 from cocofl.report.findings import summary
-from cocofl.report.runs import arrange
+from cocofl.report.runs import Scene, arrange, find_runs
 from cocofl.report.tables import TextTable, highlights, margins_text, summary_table
 from cocofl.runlog import FATES, RoundRecord, metric_names, scores_by_name
 from cocofl.trackers import tracker
@@ -51,6 +59,7 @@ QUICK = {
     "evaluation.every": 10,
     "evaluation.statistics": "batch",
 }
+QUICK_GRID = [0.1, 0.3, 1.0]
 
 
 def run(
@@ -122,16 +131,17 @@ def compare(
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
     experiment = read_experiment(file, changes, QUICK if file is None else {})
-    vouch_for(*_words(strategies))
+    vouch_for(*words(strategies))
+    grid = QUICK_GRID if lr_grid is None and file is None else numbers(lr_grid or "", "--lr-grid")
     if not out.exists():
         check_writable(out, "--out")
     with stoppable(out, "the same command with --resume"), ProgressBar(experiment) as bar:
         comparison = compare_strategies(
             experiment,
-            strategies=_words(strategies),
+            strategies=words(strategies),
             seeds=range(experiment.seed, experiment.seed + seeds),
-            splits=_words(splits) if splits else (["rc", "iid"] if file is None else None),
-            lr_grid=_grid(lr_grid, default=file is None),
+            splits=words(splits) if splits else (["rc", "iid"] if file is None else None),
+            lr_grid=grid,
             out=out,
             resume=resume,
             watchers=[bar],
@@ -140,15 +150,15 @@ def compare(
     drawn = report_of(out) if page else ""
     scenes = arrange(comparison.runs)
     if as_json:
-        rows = [asdict(summary(line)) for scene in scenes for line in scene.lines]
-        print_json({"path": str(out), "lr_grid": comparison.lr_grid, "rows": rows})
+        rows = [row for scene in scenes for row in _rows(scene)]
+        print_json({"path": str(out), "lr_grid": grid, "rows": rows})
         return
     for scene in scenes:
         print_text_table(summary_table(scene, costs=False))
     leads = [f"{one.title}: {text}" for one in scenes if (text := margins_text(one))]
     served = [f"table of {name}: {table}" for name, table in comparison.tables.items()]
-    grid = ", ".join(f"{lr:g}" for lr in comparison.lr_grid)
-    chosen = f"learning rate: for each strategy and split the best of {grid}, by another seed"
+    tried = ", ".join(f"{lr:g}" for lr in grid)
+    chosen = f"learning rate: for each strategy and split the best of {tried}, by another seed"
     print("\n".join([*leads, *served, *[chosen] * bool(grid), f"runs: {out}", drawn]).rstrip())
 
 
@@ -188,6 +198,73 @@ def evaluate(
         values = {"all": found[one.name], **groups[one.name]}
         columns[one.name] = [one.text(values[row]) if row in values else "" for row in rows]
     print_text_table(TextTable.of("", columns))
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; default: report.html in the first folder.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="A folder for the figures as PNG and SVG.")
+    ] = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Write a page about one run, several, or a comparison: one file, nothing to install.
+
+    Example: cocofl report runs/comparison --figures figures
+    """
+    vouch_for(*[EVERYTHING] * trust)
+    if out is not None and out.is_dir():
+        raise InvalidSetting(f"{out} is a folder; expected the name of a page, like page.html")
+    check_writable(out or runs[0] / "report.html", "--out")
+    if figures is not None:
+        check_writable(figures / "accuracy.png", "--figures")
+    found = find_runs(runs)
+    with drawing():
+        # Drawing takes longer to import than everything else here, and is an extra.
+        from cocofl.report.writing import write_report  # noqa: PLC0415
+
+        page = write_report(found, out or runs[0] / "report.html")
+        drawn: list[Path] = []
+        if figures is not None:
+            from cocofl.report.figures import save_figures  # noqa: PLC0415
+
+            drawn = save_figures(found, figures)
+    if as_json:
+        scenes = [{"scene": one.title, "rows": _rows(one)} for one in arrange(found)]
+        print_json({"page": str(page), "figures": [str(path) for path in drawn], "scenes": scenes})
+        return
+    print(f"report: {page}")
+    if drawn:
+        print(f"figures: {len(drawn)} files in {figures}")
+
+
+def report_of(path: Path) -> str:
+    """Write the page of a folder that was just made, and say where it is.
+
+    The runs are done and safe: that no page can be drawn is said, not raised.
+    """
+    try:
+        with drawing():
+            from cocofl.report.writing import write_report  # noqa: PLC0415
+
+            return f"report: {write_report(find_runs([path]), path / 'report.html')}"
+    except (CocoflError, OSError) as error:
+        return f"no report: {error}"
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Say how to get the libraries that draw, where they are missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or str(error)).partition(".")[0]
+        raise InvalidSetting(
+            f"a report needs the library {library}: pip install 'cocofl[report]'"
+        ) from error
 
 
 class ProgressBar:
@@ -256,17 +333,8 @@ def _flower() -> Callable[..., Run]:
     return on_flower
 
 
-def _words(text: str) -> list[str]:
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
-def _grid(text: str | None, *, default: bool) -> list[float] | None:
-    if text is None:
-        return [0.1, 0.3, 1.0] if default else None
-    try:
-        return [float(word) for word in _words(text)] or None
-    except ValueError as error:
-        raise InvalidExperiment(f"--lr-grid {text}: {error}") from error
+def _rows(scene: Scene) -> list[dict[str, Any]]:
+    return [asdict(summary(line)) for line in scene.lines]
 
 
 def _summary(done: Run) -> dict[str, Any]:

@@ -17,12 +17,10 @@ from cocofl.experiment import Run
 from cocofl.report import charts
 from cocofl.report.findings import ahead, curve, summary, trained
 from cocofl.report.palette import ON_DARK, line_colours
-from cocofl.report.runs import Line, Scene, arrange, find_runs
+from cocofl.report.runs import Line, Scene, arrange
 from cocofl.report.sources import Sources
 from cocofl.report.tables import highlights, summary_table
 from cocofl.runlog import write_text
-
-REPORT = "report.html"
 
 
 @dataclass(frozen=True)
@@ -35,23 +33,6 @@ class Card:
     caption: str = ""
     of: str = ""
     wide: bool = False
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What the page shows of a scene."""
-
-    title: str
-    metric: str
-    rows: list[tuple[Line, tuple[str, ...]]]
-    header: tuple[str, ...]
-    tiles: dict[str, str]
-    headline: str
-    curves: list[Card]
-    fairness: list[Card]
-    trained: list[Card]
-    data: list[Card]
-    missing_data: str = ""
 
 
 @dataclass
@@ -70,12 +51,11 @@ class Drawings:
         return Card(name, title, height_px, caption, of)
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Report the runs at or below these paths; the file, by default beside what it reports."""
-    target = out or paths[0] / REPORT
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_text(target, report_page(find_runs(paths)))
-    return target
+def write_report(runs: Sequence[Run], path: Path) -> Path:
+    """Write the page about runs into a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, report_page(runs))
+    return path
 
 
 def report_page(runs: Sequence[Run]) -> str:
@@ -83,6 +63,7 @@ def report_page(runs: Sequence[Run]) -> str:
     scenes = arrange(runs)
     lines = [line for scene in scenes for line in scene.lines]
     colours = line_colours(lines)
+    bounds = {line.label for line in lines if line.is_bound}
     drawings = Drawings()
     sources = [Sources(scene) for scene in scenes]
     stages = [
@@ -96,7 +77,7 @@ def report_page(runs: Sequence[Run]) -> str:
         "subtitle": _subtitle(reported),
         "stages": stages,
         "chips": [
-            {"label": label, "colour": colour, "bound": _is_bound(lines, label)}
+            {"label": label, "colour": colour, "bound": label in bounds}
             for label, colour in colours.items()
         ],
         "unfinished": [str(run.path) for run in reported if not run.folder.is_complete],
@@ -104,7 +85,7 @@ def report_page(runs: Sequence[Run]) -> str:
         "profiles": profiles,
         "missing_profiles": missing_profiles,
         "settings": _settings(reported),
-        "tomls": [(str(run.path), run.folder.experiment) for run in _one_per_line(lines)],
+        "tomls": [(str(one.runs[0].path), one.runs[0].folder.experiment) for one in lines],
         "tables": _tables(lines),
         "made_with": _made_with(reported),
         "commands": _commands(reported),
@@ -122,7 +103,10 @@ def report_page(runs: Sequence[Run]) -> str:
     return environment.get_template("report.html").render(page)
 
 
-def _stage(scene: Scene, sources: Sources, colours: Mapping[str, str], drawings: Drawings) -> Stage:
+def _stage(
+    scene: Scene, sources: Sources, colours: Mapping[str, str], drawings: Drawings
+) -> dict[str, Any]:
+    """What the page shows of a scene."""
     lines, groups, metric = scene.lines, scene.groups, scene.metric
     found = [curve(line, charts.POINTS) for line in lines]
     band = "The band reaches from the worst to the best seed."
@@ -158,19 +142,19 @@ def _stage(scene: Scene, sources: Sources, colours: Mapping[str, str], drawings:
         fairness.insert(0, replace(bars, wide=True))
     data, missing_data = _data_cards(sources, drawings)
     table = summary_table(scene)
-    return Stage(
-        title=scene.title,
-        metric=name,
-        rows=list(zip(lines, table.lines, strict=True)),
-        header=table.header,
-        tiles=highlights(scene) if len(lines) == 1 else {},
-        headline=_headline(scene),
-        curves=curves,
-        fairness=fairness,
-        trained=[_trained_card(line, groups, drawings) for line in lines],
-        data=data,
-        missing_data=missing_data,
-    )
+    return {
+        "title": scene.title,
+        "metric": name,
+        "rows": list(zip(lines, table.lines, strict=True)),
+        "header": table.header,
+        "tiles": highlights(scene) if len(lines) == 1 else {},
+        "headline": _headline(scene),
+        "curves": curves,
+        "fairness": fairness,
+        "trained": [_trained_card(line, groups, drawings) for line in lines],
+        "data": data,
+        "missing_data": missing_data,
+    }
 
 
 def _trained_card(line: Line, groups: Sequence[str], drawings: Drawings) -> Card:
@@ -244,14 +228,6 @@ def _subtitle(runs: Sequence[Run]) -> str:
         f"{each([e.rounds for e in experiments])} rounds, "
         f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
     )
-
-
-def _is_bound(lines: Sequence[Line], label: str) -> bool:
-    return any(line.is_bound for line in lines if line.label == label)
-
-
-def _one_per_line(lines: Sequence[Line]) -> list[Run]:
-    return [line.runs[0] for line in lines]
 
 
 def _settings(runs: Sequence[Run]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from cocofl.report.drawing import save
 from cocofl.report.profiles import blocks_figure, profiling_figure
 from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import SELECTIONS, VARIANTS, limited_label, strategy_of
+from cocofl.reproduction.profiles import tables_of
 from cocofl.reproduction.results import Result, spread
 from cocofl.reproduction.tables import groups_of, in_one_place, labels_of, longest
 
@@ -33,7 +34,6 @@ def ablation(
     collection: Collection,
     results: Sequence[Result],
     limits: Sequence[float],
-    tables: Sequence[ProfileTable],
     path: Path,
 ) -> list[Path]:
     """Variants over the limit: without gains, with gains, and the blocks that fit."""
@@ -42,6 +42,7 @@ def ablation(
         "without gains": {v: over(variant=v, costs="f") for v in VARIANTS},
         "with gains": {v: over(variant=v) for v in VARIANTS},
     }
+    tables = tables_of(collection.experiment(collection.ablation).model.name)
     spans = {one.variant: one for one in tables if one.method == "span"}
     return save(studies.limits_figure(limits, panels, spans), path)
 

@@ -18,7 +18,7 @@ from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import SPANS, WIDTHS
-from cocofl.named import nearest
+from cocofl.named import lookup
 from cocofl.reproduction.collection import Collection, on_one_place
 
 STRATEGY_ORDER = tuple(sorted(STRATEGIES, key=lambda name: facts_of(name).order))
@@ -87,7 +87,6 @@ class Planned:
 
 def table2(
     collection: Collection,
-    *,
     rows: Sequence[str],
     strategies: Sequence[str],
     seeds: int,
@@ -102,11 +101,7 @@ def table2(
     in one place is that of the iid row of the same network and data.
     """
     for name in strategies:
-        if name not in STRATEGIES:
-            raise InvalidSetting(
-                f"unknown strategy {name!r}{nearest(name, STRATEGIES)}; expected one of "
-                f"{', '.join(STRATEGIES)}"
-            )
+        lookup(name, STRATEGIES, "strategy", InvalidSetting)
     for row in rows:
         collection.file(row)  # before a word of the row that all data in one place needs
     own = {SPANS: ("tables.spans", spans), WIDTHS: ("tables.widths", widths)}
@@ -136,19 +131,19 @@ def strategy_of(label: str) -> str:
 
 
 def ablation(
-    collection: Collection, *, limits: Sequence[float], seeds: int, rounds: int | None = None
+    collection: Collection, limits: Sequence[float], seeds: int, rounds: int | None = None
 ) -> list[Planned]:
     """Every variant at every limit: with its own costs, and with those of ``f`` (no gains)."""
     settings = [{"variant": variant, "costs": costs} for variant, costs in VARIANT_COSTS]
-    return list(_limited(collection, limits, settings, seeds, rounds))
+    return _limited(collection, limits, settings, seeds, rounds)
 
 
 def selectors(
-    collection: Collection, *, limits: Sequence[float], seeds: int, rounds: int | None = None
+    collection: Collection, limits: Sequence[float], seeds: int, rounds: int | None = None
 ) -> list[Planned]:
     """Every selector over the maximal and over all feasible spans, at every limit."""
     settings = [{"selector": selector, "over": over} for selector, over in SELECTIONS]
-    return list(_limited(collection, limits, settings, seeds, rounds))
+    return _limited(collection, limits, settings, seeds, rounds)
 
 
 def limited_label(
@@ -198,30 +193,17 @@ def _limited(
     settings: Sequence[Mapping[str, str]],
     seeds: int,
     rounds: int | None,
-) -> Iterator[Planned]:
-    for limit in limits:
-        for options in settings:
-            changes = {f"strategy.{key}": value for key, value in options.items()}
-            yield from _seeded(
-                collection,
-                collection.ablation,
-                limited_label(limit, **options),
-                {"devices.groups": f"limited:{limit:g}", **_without_defaults(changes)},
-                seeds,
-                rounds,
-            )
-
-
-def _without_defaults(changes: Mapping[str, str]) -> dict[str, str]:
-    """One way to say each experiment, so that a run of one study is found by another."""
-    variant = changes.get("strategy.variant", "qff")
-    defaults = {
-        "strategy.variant": "qff",
-        "strategy.costs": variant,
-        "strategy.selector": "random",
-        "strategy.over": "maximal",
-    }
-    return {key: value for key, value in changes.items() if value != defaults[key]}
+) -> list[Planned]:
+    planned: list[Planned] = []
+    for limit, options in product(limits, settings):
+        # One way to say each experiment, so that a run of one study is found by another.
+        defaults = {"variant": "qff", "selector": "random", "over": "maximal"}
+        defaults["costs"] = options.get("variant", "qff")
+        changes = {f"strategy.{k}": v for k, v in options.items() if v != defaults[k]}
+        changes = {"devices.groups": f"limited:{limit:g}", **changes}
+        label = limited_label(limit, **options)
+        planned += _seeded(collection, collection.ablation, label, changes, seeds, rounds)
+    return planned
 
 
 def _seeded(
