@@ -34,8 +34,9 @@ from cocofl.fl.strategies import STRATEGIES
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.head import beside_head
 from cocofl.profiling.workspace import Settings
-from cocofl.runlog import RoundRecord, same_state
+from cocofl.runlog import RoundRecord
 from cocofl.span import Blocks
+from tests.states import same_state
 
 TINY: dict[str, Any] = {
     "rounds": 3,

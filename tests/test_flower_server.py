@@ -24,10 +24,11 @@ from cocofl.flower.settings import Deployment, node_budget, read_run_config
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.workspace import Settings
-from cocofl.runlog import only_writer, same_state
+from cocofl.runlog import only_writer
 from tests import flower_grid
 from tests.extensions import write_extensions
 from tests.flower_grid import Direct, Node, device
+from tests.states import same_state
 
 TINY = {
     "rounds": 2,

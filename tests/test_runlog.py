@@ -19,9 +19,9 @@ from cocofl.runlog import (
     RunFolder,
     only_writer,
     read_state,
-    same_state,
     write_text,
 )
+from tests.states import same_state
 
 
 def record(number: int, **more: Any) -> RoundRecord:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from cocofl.errors import InvalidSetting, InvalidState, RunFolderProblem
@@ -458,11 +457,6 @@ def _opened(path: Path) -> Iterator[Any]:
 def write_text(path: Path, text: str) -> None:
     """Write a text whole or not at all."""
     _replace(path, lambda file: file.write(text.encode()))
-
-
-def same_state(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two states are equal to the bit."""
-    return one.keys() == other.keys() and all(torch.equal(t, other[key]) for key, t in one.items())
 
 
 def _replace(path: Path, write: Callable[[Any], Any]) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cocofl.checks import check_choice
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
-from cocofl.named import nearest
 from cocofl.runlog import RoundRecord
 
 Log = Callable[[Mapping[str, float], int], Any]
@@ -52,11 +52,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 def tracker(name: str, experiment: Experiment, path: Path) -> Tracker:
     """The tracker of that name for a run that goes to ``path``."""
-    if name not in TRACKERS:
-        raise InvalidSetting(
-            f"unknown tracker {name!r}{nearest(name, TRACKERS)}; expected one of "
-            f"{', '.join(TRACKERS)}"
-        )
+    check_choice("--track", name, tuple(TRACKERS))
     try:
         return TRACKERS[name](experiment, path)
     except ImportError as error:

@@ -47,10 +47,10 @@ def grouped_bars(
     axes: Axes,
     series: Mapping[str, Sequence[Spread | None]],
     colours: Sequence[str],
-    published: Mapping[str, Sequence[Spread | None]] | None = None,
-    scale: float = 100.0,
+    published: Mapping[str, Sequence[Spread | None]],
+    scale: float,
 ) -> None:
-    """One bar per series at every place, shares in %, with the deviation over seeds.
+    """One bar per series at every place, with the deviation over seeds.
 
     What was published is a line across the bar. A place without a value stays empty.
     """
@@ -75,7 +75,7 @@ def grouped_bars(
             elinewidth=0.8,
             capsize=2,
         )
-        known = (published or {}).get(name, ())
+        known = published.get(name, ())
         marks = [(place + offset, one) for place, one in enumerate(known) if one is not None]
         axes.hlines(
             [scale * one.mean for _, one in marks],

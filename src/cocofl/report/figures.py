@@ -11,12 +11,13 @@ from matplotlib.figure import Figure
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
 from cocofl.report.bubbles import bubble_chart
-from cocofl.report.drawing import bare, grouped_bars, new_figure, plain, save
+from cocofl.report.drawing import bare, new_figure, plain, save
 from cocofl.report.findings import Curve, curve, summary, trained
-from cocofl.report.palette import group_colour, line_colours
+from cocofl.report.palette import line_colours
 from cocofl.report.profiles import profiling_figure
 from cocofl.report.runs import Scene, arrange
 from cocofl.report.sources import Sources
+from cocofl.report.studies import groups_figure
 
 _AXES: tuple[tuple[str, Callable[[Curve], Any]], ...] = (
     ("round", lambda one: one.rounds),
@@ -46,7 +47,9 @@ def scene_figures(scene: Scene, colours: Mapping[str, str]) -> dict[str, Figure]
         "blocks": trained_figure(scene),
     }
     if scene.groups:
-        figures["fairness"] = fairness_figure(scene)
+        rows = {plain(line.label): summary(line) for line in scene.lines}
+        shown = {plain(g): [row.groups[g] for row in rows.values()] for g in scene.groups}
+        figures["fairness"] = groups_figure(list(rows), shown, {}, scene.metric)
     sources = Sources(scene)
     try:
         held = sources.holdings()
@@ -86,23 +89,6 @@ def curve_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False
     )
-    return figure
-
-
-def fairness_figure(scene: Scene) -> Figure:
-    """What each group finally has under each strategy."""
-    rows, groups, metric = [summary(line) for line in scene.lines], scene.groups, scene.metric
-    figure = new_figure(max(4.0, 1.0 + 1.1 * len(rows)), 3.4)
-    axes = figure.add_subplot()
-    series = {plain(group): [row.groups[group] for row in rows] for group in groups}
-    colours = [group_colour(index) for index in range(len(groups))]
-    grouped_bars(axes, series, colours, scale=metric.scale)
-    axes.set_xticks(range(len(rows)), [plain(row.label) for row in rows], fontsize=8)
-    axes.set_ylabel(plain(f"{metric.name} of the group{' / %' if metric.is_share else ''}"))
-    if metric.is_share:
-        axes.set_ylim(0, 104)
-    bare(axes)
-    figure.legend(loc="outside upper right", ncols=len(groups), frameon=False, fontsize=8)
     return figure
 
 

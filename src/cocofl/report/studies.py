@@ -8,21 +8,30 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cocofl.experiment import Spread
+from cocofl.fl.metrics import MetricFacts
 from cocofl.profiling import ProfileTable
-from cocofl.report.drawing import bare, grouped_bars, new_figure
+from cocofl.report.drawing import bare, grouped_bars, new_figure, plain
 from cocofl.report.palette import GROUPS, KIND_COLOURS
 from cocofl.report.profiles import draw_blocks
 
 Series = Mapping[str, Sequence[Spread | None]]
 
 
-def groups_figure(strategies: Sequence[str], ours: Series, published: Series, title: str) -> Figure:
-    """The accuracy of each group under each strategy; lines are what the paper says."""
+def groups_figure(
+    strategies: Sequence[str],
+    ours: Series,
+    published: Series,
+    metric: MetricFacts,
+    title: str = "",
+) -> Figure:
+    """What each group has under each strategy; lines are what the paper says."""
     figure = new_figure(max(4.5, 1.0 + 1.2 * len(strategies)), 3.6)
     axes = figure.add_subplot()
-    grouped_bars(axes, ours, GROUPS, published)
-    _bars_axes(axes, strategies, "accuracy of the group / %")
-    axes.set_ylim(0, 104)
+    grouped_bars(axes, ours, GROUPS, published, metric.scale)
+    unit = " / %" if metric.is_share else ""
+    _bars_axes(axes, strategies, plain(f"{metric.name} of the group{unit}"))
+    if metric.is_share:
+        axes.set_ylim(0, 104)
     figure.legend(loc="outside lower center", ncols=len(ours) + 1, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return figure

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from cocofl.experiment import Spread
-from cocofl.fl.metrics import STATISTICS
+from cocofl.fl.metrics import STATISTICS, recorded_metric
 from cocofl.profiling import ProfileTable
 from cocofl.report import studies
 from cocofl.report.drawing import save
@@ -27,7 +27,7 @@ def fairness(collection: Collection, results: Sequence[Result], row: str, path: 
     known = {
         g: [collection.published.get((row, strategy_of(one), g)) for one in labels] for g in groups
     }
-    return save(studies.groups_figure(labels, ours, known, row), path)
+    return save(studies.groups_figure(labels, ours, known, recorded_metric("accuracy"), row), path)
 
 
 def ablation(
