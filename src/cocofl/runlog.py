@@ -15,15 +15,15 @@ model.safetensors      the final state; its being there says that the run is com
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from torch import Tensor
 
@@ -40,8 +40,14 @@ CHECKPOINT, MODEL = "checkpoint.safetensors", "model.safetensors"
 _ORIGIN = ("cocofl", "commit", "torch", "python", "hardware", "engine", "tables")
 
 
-FATES = ("merged", "late", "lost", "rejected", "infeasible")
+Fate = Literal["merged", "late", "lost", "rejected", "infeasible"]
+FATES: tuple[str, ...] = get_args(Fate)
 """What can become of a device that is asked."""
+
+
+class Score(float):
+    """What a metric comes to, which may well be infinite."""
+
 
 Scores = Mapping[str, Any]
 """What a model was tested for: a number under each metric's name, and further numbers beside it."""
@@ -147,69 +153,47 @@ def check_metric_names(names: Sequence[str]) -> None:
 
 
 # Numbers of a file are bounded: one of a thousand digits is no number that can be computed with.
-_LARGEST = 2**64
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
-
-
-def _is_number(value: Any) -> bool:
-    return (type(value) is float and math.isfinite(value)) or (
-        type(value) is int and abs(value) < _LARGEST
-    )
-
-
-def _are_devices(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, list)
-        and len(one) == len(DeviceRecord._fields)
-        and _is_count(one[0])
-        and isinstance(one[1], str)
-        and (one[2] is None or isinstance(one[2], str))
-        and one[3] in FATES
-        for one in value
-    )
-
-
-def _are_reasons(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, list) and len(one) == 2 and _is_count(one[0]) and isinstance(one[1], str)
-        for one in value
-    )
-
-
-def _are_scores(value: Any) -> bool:
-    """Whether all are numbers, or lists or tables of numbers; a metric may well be infinite."""
-
-    def is_score(one: Any) -> bool:
-        return type(one) is float or _is_number(one)
-
-    def numbers(one: Any) -> Iterable[Any]:
-        return one.values() if isinstance(one, dict) else one if isinstance(one, list) else (one,)
-
-    return isinstance(value, dict) and all(
-        is_score(number) for one in value.values() for number in numbers(one)
-    )
-
-
-_FIGURES: dict[str, Callable[[Any], bool]] = {
-    "round": _is_count,
-    "lr": _is_number,
-    "simulated_s": _is_number,
-    "bytes_up": _is_count,
-    "bytes_broadcast": _is_count,
-    "loss": lambda value: value is None or _is_number(value),
+_CHECKS: dict[Any, Callable[[Any], bool]] = {
+    int: lambda value: type(value) is int and 0 <= value < 2**64,
+    float: lambda value: type(value) in (int, float) and abs(value) < 1e300,  # so it is finite
+    Score: lambda value: type(value) is float or (type(value) is int and abs(value) < 1e300),
+    str: lambda value: isinstance(value, str),
+    type(None): lambda value: value is None,
 }
-_OWN_KEYS: dict[str, Callable[[Any], bool]] = {
-    **_FIGURES,
-    **dict.fromkeys(FATES, _is_count),
-    "devices": _are_devices,
-    "reasons": _are_reasons,
+
+
+def _check_of(shape: Any) -> Callable[[Any], bool]:
+    """Whether what a JSON file holds is of a shape; a tuple is a list there."""
+    origin, inner = get_origin(shape), get_args(shape)
+    if origin is Literal:
+        return lambda value: value in inner
+    checks = [_check_of(one) for one in inner]
+    if origin is list:
+        return lambda value: isinstance(value, list) and all(map(checks[0], value))
+    if origin is dict:
+        return lambda value: isinstance(value, dict) and all(map(checks[1], value.values()))
+    if origin is tuple:
+        return lambda value: (
+            isinstance(value, list)
+            and len(value) == len(checks)
+            and all(check(one) for check, one in zip(checks, value, strict=True))
+        )
+    if origin is UnionType:
+        return lambda value: any(check(value) for check in checks)
+    return _CHECKS[shape]
+
+
+_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss")
+_OWN_KEYS = {
+    **dict(zip(_FIGURES, map(_check_of, (int, float, float, int, int, float | None)), strict=True)),
+    **dict.fromkeys(FATES, _check_of(int)),
+    "devices": _check_of(list[tuple[int, str, str | None, Fate]]),
+    "reasons": _check_of(list[tuple[int, str]]),
 }
 """What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
 _ON_A_NETWORK = ("bytes_broadcast", "reasons")
 _OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
+_are_scores = _check_of(dict[str, Score | list[Score] | dict[str, Score]])
 
 
 def _in_short(value: Any) -> str:
@@ -319,6 +303,8 @@ class RunFolder:
             names = metric_names(record.scores)
             if record.scores and names != (metrics := metrics or names):
                 raise RunFolderProblem(f"{where} has other metrics than the lines before it")
+            if record.scores and not names:
+                raise RunFolderProblem(f"{where} has scores, but no metric")
             records.append(record)
         return records
 
@@ -326,7 +312,7 @@ class RunFolder:
         """Wall-clock seconds of the rounds so far."""
         lines = _read_lines(self.path / TIMING)
         for number, line in enumerate(lines, start=1):
-            if not all(_is_number(line.get(key)) for key in ("train_s", "evaluate_s")):
+            if not all(_CHECKS[float](line.get(key)) for key in ("train_s", "evaluate_s")):
                 raise RunFolderProblem(f"{self.path / TIMING}, line {number}, lacks seconds")
         return lines
 

@@ -21,8 +21,7 @@ from cocofl.fl.strategies import STRATEGIES
 from cocofl.models import MODELS
 from cocofl.reproduction import plans, results, tables
 from cocofl.reproduction.collection import Collection, paper, small
-from cocofl.reproduction.plans import Name, Planned
-from cocofl.reproduction.playing import missing, play
+from cocofl.reproduction.plans import Name, Planned, missing, play
 
 TINY = """
 name = "tiny-iid"

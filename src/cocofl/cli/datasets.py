@@ -6,7 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from cocofl import data
 from cocofl.cli.printing import Json, check_writable, print_json, print_text_table, starting
@@ -97,8 +99,7 @@ def data_show(
     save_bubble_chart(path, held, title)
     low, high = int(partition.sizes.min()), int(partition.sizes.max())
     if as_json:
-        densities = data.partition.class_densities(counts, group_of)
-        summary = {
+        found = {
             "name": name,
             "rule": asdict(rule),
             "samples": len(train),
@@ -106,10 +107,10 @@ def data_show(
             "samples_per_device": [low, high],
             "remainder": len(partition.remainder),
             "class_names": train.facts.class_names,
-            "densities": dict(zip(names, densities.tolist(), strict=True)),
+            "densities": dict(zip(names, _densities(held).tolist(), strict=True)),
             "chart": str(path),
         }
-        print_json(summary)
+        print_json(found)
     else:
         print_text_table(_density_table(held, title))
         sizes = low if low == high else f"{low} to {high}"
@@ -117,16 +118,19 @@ def data_show(
         print(f"Chart: {path}")
 
 
+def _densities(held: Holdings) -> NDArray[np.float64]:
+    return data.partition.class_densities(held.counts, held.group_of)
+
+
 def _density_table(held: Holdings, title: str) -> TextTable:
     """Of each class, its share in each group, and who has most of it."""
     counts = data.partition.group_counts(held.counts, held.group_of)
-    densities = data.partition.class_densities(held.counts, held.group_of)
     totals, tops = counts.sum(axis=0), counts.argmax(axis=0)
     columns = {
         "class": [printable(name) for name in held.class_names],
         **{
             group: [f"{share:.1%}" for share in of_group]
-            for group, of_group in zip(held.group_names, densities, strict=True)
+            for group, of_group in zip(held.group_names, _densities(held), strict=True)
         },
         "most of it is on": [
             f"{held.group_names[top]} ({counts[top, i] / totals[i]:.0%})" if totals[i] else "nobody"

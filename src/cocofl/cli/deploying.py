@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cocofl.cli.printing import check_writable
-from cocofl.cli.running import Changes, File, read_experiment
+from cocofl.cli.running import Changes, File, needs_flower, read_experiment
 from cocofl.errors import InvalidExperiment
 from cocofl.fl.metrics import metric
 from cocofl.runlog import RoundRecord
@@ -38,8 +37,8 @@ def up(
     Example: cocofl flower up --supernodes 3 --set rounds=3
     """
     experiment = read_experiment(file, changes)
-    trial = _needs_flower("cocofl.flower.trial")
-    _needs_flower("cocofl.flower.settings").check_experiment(experiment)
+    trial = needs_flower("trial")
+    needs_flower("settings").check_experiment(experiment)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidExperiment(f"{out} exists already; name another folder with --out")
     check_writable(out / "run", "--out")
@@ -66,7 +65,7 @@ def app(
     Example: cocofl flower app my-app experiment.toml
     """
     experiment = read_experiment(file, changes)
-    made, settings = map(_needs_flower, ("cocofl.flower.app", "cocofl.flower.settings"))
+    made, settings = map(needs_flower, ("app", "settings"))
     settings.check_experiment(experiment)
     check_writable(folder / "pyproject.toml", "folder")
     made.write_app(folder, made.run_config(experiment, settings.Deployment()))
@@ -92,13 +91,5 @@ def node(
         words += ["--root-certificates", str(root_certificates)]
     if auth_supernode_private_key is not None:
         words += ["--auth-supernode-private-key", str(auth_supernode_private_key)]
-    program = [*_needs_flower("cocofl.flower.loopback").NODE_PROGRAM, *words]
+    program = [*needs_flower("loopback").NODE_PROGRAM, *words]
     os.execv(program[0], program + ["--insecure"] * insecure)
-
-
-def _needs_flower(name: str) -> Any:
-    """Flower is an extra, and slow to import: only who asks for it needs it."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise InvalidExperiment(f"this needs {error.name}: pip install 'cocofl[flower]'") from error

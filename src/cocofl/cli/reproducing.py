@@ -19,8 +19,7 @@ from cocofl.report.tables import TextTable
 from cocofl.reproduction import collection as collections
 from cocofl.reproduction import plans, profiles, results, tables
 from cocofl.reproduction.collection import Collection
-from cocofl.reproduction.plans import Planned
-from cocofl.reproduction.playing import missing, play
+from cocofl.reproduction.plans import Planned, missing, play
 from cocofl.reproduction.results import Result
 from cocofl.runlog import write_text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -94,7 +94,8 @@ def run(
         check_writable(path, "--out")
     with stoppable(path, "the same command with --resume"), ProgressBar(experiment) as bar:
         watchers: list[Watcher] = [bar, *(tracker(name, experiment, path) for name in track or [])]
-        play = _flower() if experiment.engine.kind == "flower" else simulate
+        on_flower = experiment.engine.kind == "flower"
+        play = needs_flower("simulation").simulate if on_flower else simulate
         done = play(experiment, out=path, resume=resume, watchers=watchers)
     drawn = report_of(done.path) if page else ""
     if as_json:
@@ -322,15 +323,12 @@ def read_experiment(
     return experiment
 
 
-def _flower() -> Callable[..., Run]:
-    """Flower is an extra, and slow to import: only who asks for it needs it."""
+def needs_flower(name: str) -> Any:
+    """A module of ours. Flower is an extra, and slow to import: only who asks for it needs it."""
     try:
-        on_flower: Callable[..., Run] = import_module("cocofl.flower.simulation").simulate
+        return import_module(f"cocofl.flower.{name}")
     except ModuleNotFoundError as error:
-        raise InvalidExperiment(
-            f"engine.kind is flower, which needs {error.name}: pip install 'cocofl[flower]'"
-        ) from error
-    return on_flower
+        raise InvalidExperiment(f"this needs {error.name}: pip install 'cocofl[flower]'") from error
 
 
 def _rows(scene: Scene) -> list[dict[str, Any]]:

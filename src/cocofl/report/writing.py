@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,14 @@ class Drawings:
 
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, figure: Any, title: str, height_px: int, caption: str = "", of: str = "") -> Card:
+    def add(self, figure: Any, title: str, height_px: int, caption: str = "", **more: Any) -> Card:
         """Keep a chart; the card that shows it."""
         name = f"chart-{len(self.figures)}"
         content = json.loads(figure.to_json())
         # The page has a style of its own; plotly's would be in every chart once more.
         content["layout"].pop("template", None)
         self.figures[name] = content
-        return Card(name, title, height_px, caption, of)
+        return Card(name, title, height_px, caption, **more)
 
 
 def write_report(runs: Sequence[Run], path: Path) -> Path:
@@ -134,12 +134,10 @@ def _stage(
         for group in groups
     ]
     if groups:
-        title, caption = (
-            f"Final {metric.name} of each group",
-            "Classes weighted as often as the group's devices have them.",
-        )
-        bars = drawings.add(charts.fairness_chart(scene), title, 330, caption)
-        fairness.insert(0, replace(bars, wide=True))
+        title = f"Final {metric.name} of each group"
+        caption = "Classes weighted as often as the group's devices have them."
+        bars = drawings.add(charts.fairness_chart(scene), title, 330, caption, wide=True)
+        fairness.insert(0, bars)
     data, missing_data = _data_cards(sources, drawings)
     table = summary_table(scene)
     return {

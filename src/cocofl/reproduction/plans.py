@@ -1,5 +1,6 @@
-"""Which runs a table or a figure needs. A run's name says all that sets it apart.
+"""Which runs a table or a figure needs, and running what is missing.
 
+A run's name says all that sets it apart:
 ``mobilenet-cifar10-rc__cocofl__seed0`` is the folder of one strategy and seed on one row: flat, and
 of plain signs only, so that a folder made on another machine is put beside the others and found.
 """
@@ -8,18 +9,21 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cocofl.config import Experiment
-from cocofl.errors import InvalidSetting
+from cocofl.engine.rounds import Watcher
+from cocofl.errors import DataNotFound, InvalidSetting
+from cocofl.experiment import in_short, load_data, simulate_batch
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import SPANS, WIDTHS
 from cocofl.named import lookup
 from cocofl.reproduction.collection import Collection, on_one_place
+from cocofl.runlog import RunFolder
 
 STRATEGY_ORDER = tuple(sorted(STRATEGIES, key=lambda name: facts_of(name).order))
 """As in the paper: what could be reached first, then those who obey budgets."""
@@ -234,3 +238,46 @@ def _table_name(table: str) -> str:
 def _absolute(table: str) -> str:
     path = Path(table)
     return str(path.resolve()) if path.is_file() else table
+
+
+def missing(planned: Sequence[Planned], out: Path) -> list[Planned]:
+    """Those that have not been run to their end."""
+    return [one for one in planned if not RunFolder(out / str(one.name)).is_complete]
+
+
+def play(
+    planned: Sequence[Planned],
+    out: Path,
+    *,
+    watchers: Sequence[Watcher] = (),
+    announce: Callable[[str, int], None] = lambda _name, _rounds: None,
+) -> list[str]:
+    """Run what is missing, continue what was interrupted; why some could not be run.
+
+    An interrupted run may have been begun on another machine.
+    """
+    todo, problems = _with_data(missing(planned, out))
+    if not todo:
+        return problems
+    experiments = {out / str(one.name): one.experiment for one in todo}
+
+    def say(paths: Sequence[Path], rounds: int) -> None:
+        announce(in_short([path.name for path in paths]), rounds)
+
+    simulate_batch(experiments, resume=True, watchers=watchers, announce=say)
+    return problems
+
+
+def _with_data(planned: Sequence[Planned]) -> tuple[list[Planned], list[str]]:
+    """Those whose data is here, and one line for each row of which it is not."""
+    problems: dict[str, str] = {}
+    looked_at: set[str] = set()
+    for one in planned:
+        row = one.name.row
+        if row not in looked_at:
+            looked_at.add(row)
+            try:
+                load_data(one.experiment)
+            except DataNotFound as error:
+                problems[row] = f"{row} was not run: {error}"
+    return [one for one in planned if one.name.row not in problems], list(problems.values())
