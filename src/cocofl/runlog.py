@@ -276,7 +276,8 @@ class RunFolder:
         """Where the rounds that are kept come from, as far as ``about`` does not say it."""
         if not (self.path / ABOUT).exists() or not (self.path / CHECKPOINT).exists():
             return []
-        last, rounds = self.about, _rounds_done(self.path / CHECKPOINT)
+        with _opened(self.path / CHECKPOINT) as file:
+            last, rounds = self.about, _rounds_in(file)
         before = _parts(last, self.path / ABOUT)
         origin = {key: last[key] for key in _ORIGIN if key in last}
         nothing_since = bool(before) and before[-1]["rounds"] >= rounds
@@ -417,11 +418,6 @@ def read_state(path: Path) -> tuple[int, State]:
     """Rounds done, and the state; nothing in the file is executed, and sizes are checked."""
     with _opened(path) as file:
         return _rounds_in(file), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-
-
-def _rounds_done(path: Path) -> int:
-    with _opened(path) as file:
-        return _rounds_in(file)
 
 
 def _rounds_in(file: Any) -> int:

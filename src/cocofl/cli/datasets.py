@@ -17,7 +17,7 @@ from cocofl.report.sources import Holdings, printable
 from cocofl.report.tables import TextTable
 
 data_app = typer.Typer(
-    help="Data sets, and how they are divided over devices.", no_args_is_help=True
+    name="data", help="Data sets, and how they are divided over devices.", no_args_is_help=True
 )
 
 GROUPS_OF_THREE = ("strong", "medium", "weak")

@@ -16,7 +16,9 @@ from cocofl.fl.metrics import metric
 from cocofl.runlog import RoundRecord
 
 flower_app = typer.Typer(
-    name="flower", help="Train on real devices, with Flower.", no_args_is_help=True
+    name="flower",
+    help="A deployment with Flower: tried on this machine, or as an app.",
+    no_args_is_help=True,
 )
 
 

@@ -23,6 +23,8 @@ def fairness(collection: Collection, results: Sequence[Result], row: str, path: 
     """The accuracy of each group of devices under each strategy."""
     own = longest(one for one in results if one.row == row and not in_one_place(one))
     labels, groups = labels_of(own), groups_of(own)
+    if not groups:
+        return []
     ours = {g: [spread(own, row, one, STATISTICS[0], g) for one in labels] for g in groups}
     known = {
         g: [collection.published.get((row, strategy_of(one), g)) for one in labels] for g in groups
