@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,15 @@ from cocofl.report.sources import Sources
 from cocofl.report.tables import highlights, summary_table
 from cocofl.runlog import write_text
 
-
-@dataclass(frozen=True)
-class Card:
-    """A chart in its frame; ``of`` names the line that it belongs to, if it is one line's."""
-
-    chart: str
-    title: str
-    height_px: int
-    caption: str = ""
-    of: str = ""
-    wide: bool = False
+Card = dict[str, Any]
+"""A chart in its frame; ``of`` names the line that it belongs to, if it is one line's."""
 
 
-@dataclass
 class Drawings:
     """The charts of a page, by the id of their place."""
 
-    figures: dict[str, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {}
 
     def add(self, figure: Any, title: str, height_px: int, caption: str = "", **more: Any) -> Card:
         """Keep a chart; the card that shows it."""
@@ -48,7 +38,8 @@ class Drawings:
         # The page has a style of its own; plotly's would be in every chart once more.
         content["layout"].pop("template", None)
         self.figures[name] = content
-        return Card(name, title, height_px, caption, **more)
+        card = {"chart": name, "title": title, "height_px": height_px, "caption": caption}
+        return {**card, "of": "", "wide": False, **more}
 
 
 def write_report(runs: Sequence[Run], path: Path) -> Path:
@@ -112,27 +103,16 @@ def _stage(
     band = "The band reaches from the worst to the best seed."
     several = any(len(line.runs) > 1 for line in lines)
     name = metric.name[:1].upper() + metric.name[1:]
-    curves = [
-        drawings.add(
-            charts.curve_chart(lines, found, colours, axis),
-            f"{name} over {title}",
-            330,
-            band if several and axis == "rounds" else "",
-        )
-        for axis, title in (
-            ("rounds", "rounds"),
-            ("simulated_s", "simulated time"),
-            ("bytes_up", "uploaded bytes"),
-        )
-    ]
-    fairness = [
-        drawings.add(
-            charts.curve_chart(lines, found, colours, "rounds", group),
-            f"{name} of {group} devices",
-            280,
-        )
-        for group in groups
-    ]
+    axes = {"rounds": "rounds", "simulated_s": "simulated time", "bytes_up": "uploaded bytes"}
+    curves = []
+    for axis, title in axes.items():
+        chart = charts.curve_chart(lines, found, colours, axis)
+        caption = band if several and axis == "rounds" else ""
+        curves.append(drawings.add(chart, f"{name} over {title}", 330, caption))
+    fairness = []
+    for group in groups:
+        chart = charts.curve_chart(lines, found, colours, "rounds", group)
+        fairness.append(drawings.add(chart, f"{name} of {group} devices", 280))
     if groups:
         title = f"Final {metric.name} of each group"
         caption = "Classes weighted as often as the group's devices have them."
@@ -213,18 +193,16 @@ def _headline(scene: Scene) -> str:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    def each(values: Sequence[Any]) -> str:
-        return ", ".join(dict.fromkeys(str(value) for value in values))
+    settings = [run.experiment.by_key() for run in runs]
 
-    experiments = [run.experiment for run in runs]
-    seeds = len({experiment.seed for experiment in experiments})
+    def each(key: str) -> str:
+        return ", ".join(dict.fromkeys(str(one[key]) for one in settings))
+
+    seeds = len({run.experiment.seed for run in runs})
     return (
-        f"{each([e.model.name for e in experiments])} on {each([e.data.name for e in experiments])}"
-        f", split {each([e.data.split for e in experiments])}; "
-        f"{each([e.devices.per_round for e in experiments])} of "
-        f"{each([e.devices.count for e in experiments])} devices a round, "
-        f"{each([e.rounds for e in experiments])} rounds, "
-        f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
+        f"{each('model.name')} on {each('data.name')}, split {each('data.split')}; "
+        f"{each('devices.per_round')} of {each('devices.count')} devices a round, "
+        f"{each('rounds')} rounds, {seeds} {'seed' if seeds == 1 else 'seeds'}"
     )
 
 
@@ -248,8 +226,9 @@ def _tables(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
     served: dict[str, dict[str, None]] = {}
     for line in lines:
         for run in line.runs:
-            found = run.folder.about.get("tables", {})
-            served.setdefault(line.label, {}).update(dict.fromkeys(map(str, found.values())))
+            found = run.folder.about.get("tables")
+            names = map(str, found.values()) if isinstance(found, dict) else ()
+            served.setdefault(line.label, {}).update(dict.fromkeys(names))
     return [(label, list(names) or ["none was asked"]) for label, names in served.items()]
 
 
