@@ -69,7 +69,9 @@ def made_up_run(folder: Path, strategy: str, split: str, seed: int, rounds: int)
                     "lost": 1,
                     "rejected": 0,
                     "infeasible": 0,
-                    "devices": [_device(rng, strategy) for _ in range(10)],
+                    "devices": [
+                        _device(rng, strategy, "lost" if i == 9 else "merged") for i in range(10)
+                    ],
                     "accuracy": round(float(groups.mean()), 6),
                     "f1": round(float(groups.mean()) * 0.98, 6),
                     "class_accuracy": [round(float(groups.mean()), 6)] * 10,
@@ -102,19 +104,19 @@ def made_up_run(folder: Path, strategy: str, split: str, seed: int, rounds: int)
     (folder / "about.json").write_text(json.dumps(about))
 
 
-def _device(rng: np.random.Generator, strategy: str) -> list[object]:
+def _device(rng: np.random.Generator, strategy: str, fate: str) -> list[object]:
     group = int(rng.integers(3))
     if strategy == "centralized":
-        return [0, "all", f"0:{BLOCKS}", "merged"]
+        return [0, "all", f"0:{BLOCKS}", fate]
     if strategy in ("heterofl", "fjord"):
-        return [int(rng.integers(30)), GROUPS[group], ("1", "0.6", "0.4")[group], "merged"]
+        return [int(rng.integers(30)), GROUPS[group], ("1", "0.6", "0.4")[group], fate]
     if strategy == "cocofl":
         length = (BLOCKS, 6, 3)[group]
         start = int(rng.integers(BLOCKS - length + 1))
-        return [int(rng.integers(30)), GROUPS[group], f"{start}:{start + length}", "merged"]
+        return [int(rng.integers(30)), GROUPS[group], f"{start}:{start + length}", fate]
     if strategy == "fedavg":
         group = 0
-    return [int(rng.integers(30)), GROUPS[group], f"0:{BLOCKS}", "merged"]
+    return [int(rng.integers(30)), GROUPS[group], f"0:{BLOCKS}", fate]
 
 
 def made_up_comparison(folder: Path, rounds: int, seeds: int) -> None:
@@ -201,7 +203,7 @@ def main() -> None:
         if not folder.exists():
             made_up_comparison(folder, arguments.rounds, arguments.seeds)
         begin = time.perf_counter()
-        page = write_report([folder])
+        page = write_report(find_runs([folder]), folder / "report.html")
         print(f"page: {page.stat().st_size / 1e6:.2f} MB, {time.perf_counter() - begin:.1f} s")
         if arguments.picture:
             picture(page, arguments.picture)

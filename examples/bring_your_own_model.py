@@ -49,8 +49,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = simulate(experiment, out=Path(folder) / "mine")
         model = model_with(run)
-        print(f"accuracy {run.final['accuracy']:.1%} after {len(run.rounds)} rounds")
-        for device, group, span, fate in run.rounds[-1]["devices"]:
+        print(f"accuracy {run.final.scores['accuracy']:.1%} after {len(run.rounds)} rounds")
+        for device, group, span, fate in run.rounds[-1].devices:
             print(f"  device {device:2} ({group}) trained blocks {span}: {fate}")
         print("scores of one image:", model(torch.zeros(1, 1, 8, 8)).shape)
 

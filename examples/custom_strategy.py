@@ -45,8 +45,8 @@ def main() -> None:
         for name in ("cocofl", "custom_strategy:output_side"):
             out = Path(folder) / name.partition(":")[0]
             run = simulate(base.with_strategy(name), out=out)
-            spans = [span for record in run.rounds for _, _, span, _ in record["devices"]]
-            print(f"{name}: accuracy {run.final['accuracy']:.1%}; spans {', '.join(spans)}")
+            spans = [span for record in run.rounds for _, _, span, _ in record.devices]
+            print(f"{name}: accuracy {run.final.scores['accuracy']:.1%}; spans {', '.join(spans)}")
 
 
 if __name__ == "__main__":

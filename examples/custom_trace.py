@@ -44,9 +44,9 @@ def main() -> None:
         )
         run = simulate(experiment, out=Path(folder) / "run")
         for record in run.rounds:
-            for device, _, span, _ in record["devices"]:
-                when = "night" if (device + record["round"] - 1) % 2 == 0 else "day"
-                print(f"round {record['round']}: phone {device} ({when}) trains blocks {span}")
+            for device, _, span, _ in record.devices:
+                when = "night" if (device + record.round - 1) % 2 == 0 else "day"
+                print(f"round {record.round}: phone {device} ({when}) trains blocks {span}")
 
 
 if __name__ == "__main__":

@@ -74,4 +74,4 @@ def play(folder: Path, nodes: dict[int, Node], config: Mapping[str, Any]):
     server = Server(grid, experiment, deployment)
     with open_folder(folder, experiment, resume=deployment.resume) as run:
         serve(server, run)
-        return run.model(), run.metrics(), grid
+        return run.model(), run.rounds(), grid

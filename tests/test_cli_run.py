@@ -17,6 +17,8 @@ import pytest
 from cocofl.cli import main
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
+from cocofl.experiment import Run
+from cocofl.fl.metrics import metric
 from cocofl.runlog import only_writer
 from cocofl.trackers import tracker
 
@@ -106,6 +108,84 @@ def test_compare_prints_one_table(call: Call, tmp_path: Path) -> None:
     resumed = call("compare", "tiny.toml", *words, "--out", "both", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert "the best of 0.1, 0.2, by another seed" in resumed.stdout
+
+
+GAP_METRIC = """
+import torch
+from cocofl.metrics import Metric
+
+def sums(outputs, labels, classes):
+    gaps = outputs.max(1).values - outputs[torch.arange(len(labels)), labels]
+    return torch.stack([gaps.double().sum(), torch.tensor(float(len(gaps)), dtype=torch.float64)])
+
+def gap():
+    return Metric("gap", sums, lambda s: float(s[0] / s[1]), higher_is_better=False)
+"""
+OWN = ("--set", 'evaluation.metrics=["gap_metric:gap", "loss"]')
+
+
+def test_a_metric_of_ones_own_is_what_is_shown_and_chosen_by(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "gap_metric.py").write_text(GAP_METRIC)
+    done = call("run", "tiny.toml", *OWN)
+    assert done.returncode == 0, done.stderr
+    final = Run.open("runs/tiny").final.scores
+    assert list(final) == ["gap", "test_loss"], "without accuracy there are no groups"
+    assert f"{final['gap']:.4g}" in next(x for x in done.stdout.splitlines() if "gap" in x)
+    assert f"{final['test_loss']:.4g}" in next(x for x in done.stdout.splitlines() if "loss" in x)
+    assert "accuracy" not in done.stdout
+    assert "no report" not in done.stdout
+    found = json.loads(call("run", "tiny.toml", *OWN, "--resume", "--json").stdout)
+    assert found["gap"] == final["gap"]
+    words = ["--strategies", "cocofl,heterofl", "--seeds", "1", "--lr-grid", "0.001,0.1"]
+    compared = call("compare", "tiny.toml", *OWN, *words, "--out", "both")
+    assert compared.returncode == 0, compared.stderr
+    assert "gap" in compared.stdout
+    assert "CoCoFL ahead, in gap: heterofl" in compared.stdout
+    for strategy in ("cocofl", "heterofl"):
+        tried = {
+            rate: Run.open(f"both/rc/tuning/{strategy}/lr{rate}").final.scores["gap"]
+            for rate in (0.001, 0.1)
+        }
+        chosen = Run.open(f"both/rc/{strategy}/seed0").experiment.training.lr
+        assert chosen == min(tried, key=lambda rate: tried[rate]), "lower is better"
+
+
+def test_a_metric_is_read_and_shown_where_its_module_is_not(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "gap_metric.py").write_text(GAP_METRIC)
+    assert call("run", "tiny.toml", *OWN, "--no-report").returncode == 0
+    tested = call("evaluate", "runs/tiny")
+    assert tested.returncode == 2
+    assert "gap_metric:gap would run code of the module" in tested.stderr
+    tested = call("evaluate", "runs/tiny", "--trust")
+    assert tested.returncode == 0, tested.stderr
+    assert [word for word in tested.stdout.split() if word in ("gap", "test_loss", "all")] == [
+        "gap", "test_loss", "all",
+    ]  # fmt: skip
+    (tmp_path / "gap_metric.py").unlink()
+    sys.modules.pop("gap_metric")
+    shown = call("report", "runs/tiny", "--figures", "figures")
+    assert shown.returncode == 0, shown.stderr
+    assert Path("figures/gap.png").is_file()
+    page = Path("runs/tiny/report.html").read_text()
+    for words in ("<th>gap</th>", "<th>test_loss</th>", "Gap over rounds", "Who holds what"):
+        assert words in page
+    assert "Fairness" not in page
+    assert "gap_metric" not in sys.modules
+
+
+def test_metrics_that_cannot_be_told_apart_are_refused(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "gap_metric.py").write_text(GAP_METRIC.replace('"gap"', '"merged"'))
+    for names, message in (
+        ('["gap_metric:gap"]', "a metric is called 'merged', and so is something else"),
+        ('["f1", "f1"]', "a metric is called 'f1'"),
+        ("[]", "evaluation.metrics is empty"),
+    ):
+        sys.modules.pop("gap_metric", None)
+        metric.cache_clear()
+        refused = call("run", "tiny.toml", "--set", f"evaluation.metrics={names}")
+        assert refused.returncode == 2
+        assert message in refused.stderr
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,9 @@ from cocofl.fl.strategies import STRATEGIES
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.table import beside_head
 from cocofl.profiling.workspace import Settings
-from cocofl.runlog import same_state
+from cocofl.runlog import RoundRecord
 from cocofl.span import Blocks
+from tests.states import same_state
 
 TINY: dict[str, Any] = {
     "rounds": 3,
@@ -76,12 +77,12 @@ def test_every_strategy_runs_and_keeps_the_folders_promise(
 ) -> None:
     run = play(tiny(strategy__name=strategy), tmp_path / "run", executor)
     n_rounds = 1 if strategy == "centralized" else 3
-    assert [record["round"] for record in run.rounds] == list(range(1, n_rounds + 1))
+    assert [record.round for record in run.rounds] == list(range(1, n_rounds + 1))
     final = run.final
-    assert 0 <= final["accuracy"] <= 1
-    assert set(final["group_accuracy"]) == {"strong", "medium", "weak"}
-    assert len(final["class_accuracy"]) == 10
-    assert all(record["bytes_up"] > 0 and record["simulated_s"] > 0 for record in run.rounds)
+    assert 0 <= final.scores["accuracy"] <= 1
+    assert set(final.scores["group_accuracy"]) == {"strong", "medium", "weak"}
+    assert len(final.scores["class_accuracy"]) == 10
+    assert all(record.bytes_up > 0 and record.simulated_s > 0 for record in run.rounds)
     assert all(bool(torch.isfinite(t).all()) for t in run.state.values())
     assert run.experiment == tiny(strategy__name=strategy)
     assert {p.name for p in run.path.iterdir()} == {
@@ -124,7 +125,7 @@ def test_with_every_device_strong_cocofl_is_fedavg_full(
     weights = {key: t for key, t in ours.state.items() if not key.startswith("scales.")}
     assert same_state(weights, full.state)
     assert same_state(fedavg.state, full.state)
-    assert [r["accuracy"] for r in ours.evaluated] == [r["accuracy"] for r in full.evaluated]
+    assert [r.scores for r in ours.evaluated] == [r.scores for r in full.evaluated]
 
 
 def test_budgets_are_obeyed(tmp_path: Path, executor: InProcess) -> None:
@@ -134,11 +135,11 @@ def test_budgets_are_obeyed(tmp_path: Path, executor: InProcess) -> None:
     table = setup.tables.spans("qff")
     seen = 0
     for record in run.rounds:
-        for device, group, work, fate in record["devices"]:
+        for device, group, work, fate in record.devices:
             if fate != "merged":
                 continue
             start, stop = map(int, work.split(":"))
-            budget = setup.federation.situation(device, record["round"] - 1).budget
+            budget = setup.federation.situation(device, record.round - 1).budget
             needs = table.row(Span(start, stop))
             assert all(
                 need <= limit * (1 + 1e-9)
@@ -150,12 +151,12 @@ def test_budgets_are_obeyed(tmp_path: Path, executor: InProcess) -> None:
 
 def test_lost_and_late_updates_are_discarded(tmp_path: Path, executor: InProcess) -> None:
     lost = play(tiny(faults__dropout=1.0), tmp_path / "lost", executor)
-    assert all(record["merged"] == 0 for record in lost.rounds)
-    assert all(record["lost"] > 0 for record in lost.rounds)
+    assert all(record.count("merged") == 0 for record in lost.rounds)
+    assert all(record.count("lost") > 0 for record in lost.rounds)
     assert same_state(lost.state, Setup(tiny()).job().initial.tensors)
     late = play(tiny(faults__jitter=2.0, rounds=4), tmp_path / "late", executor)
-    assert sum(record["late"] for record in late.rounds) > 0
-    assert sum(record["merged"] for record in late.rounds) > 0
+    assert sum(record.count("late") for record in late.rounds) > 0
+    assert sum(record.count("merged") for record in late.rounds) > 0
 
 
 def test_devices_with_nothing_feasible_sit_out_and_are_counted(
@@ -164,9 +165,9 @@ def test_devices_with_nothing_feasible_sit_out_and_are_counted(
     groups = [{"name": "able"}, {"name": "unable", "memory": 0.0}]
     run = play(tiny(devices__groups=groups), tmp_path / "run", executor)
     for record in run.rounds:
-        for _device, group, work, fate in record["devices"]:
+        for _device, group, work, fate in record.devices:
             assert (fate == "infeasible") == (group == "unable") == (work is None)
-    assert sum(record["infeasible"] for record in run.rounds) > 0
+    assert sum(record.count("infeasible") for record in run.rounds) > 0
 
 
 def test_when_nobody_can_train_the_run_does_not_begin(tmp_path: Path, executor: InProcess) -> None:
@@ -186,8 +187,8 @@ def test_a_device_with_a_nan_loss_is_rejected_and_the_run_goes_on(
 ) -> None:
     experiment = tiny(training__loss=f"{__name__}:broken_loss", data__alpha=0.02)
     run = play(experiment, tmp_path / "run", executor)
-    assert sum(record["rejected"] for record in run.rounds) > 0
-    assert sum(record["merged"] for record in run.rounds) > 0
+    assert sum(record.count("rejected") for record in run.rounds) > 0
+    assert sum(record.count("merged") for record in run.rounds) > 0
     assert all(bool(torch.isfinite(t).all()) for t in run.state.values())
 
 
@@ -198,9 +199,11 @@ def test_statistics_of_the_batch_are_for_all_strategies(
         path = tmp_path / strategy
         run = play(tiny(strategy__name=strategy), path, executor)
         found = evaluate_run(path, changes={"evaluation.statistics": "batch"}, executor=executor)
-        assert found["class_accuracy"] != run.final["class_accuracy"] or strategy == "heterofl"
+        assert (
+            found["class_accuracy"] != run.final.scores["class_accuracy"] or strategy == "heterofl"
+        )
         again = evaluate_run(path, executor=executor)
-        assert again["accuracy"] == run.final["accuracy"]
+        assert again["accuracy"] == run.final.scores["accuracy"]
 
 
 def test_a_run_begins_with_given_weights(tmp_path: Path, executor: InProcess) -> None:
@@ -239,8 +242,8 @@ def test_a_run_begun_elsewhere_goes_on_here(tmp_path: Path, executor: InProcess)
         pass
 
     class Stopper:
-        def on_round(self, record: dict[str, Any]) -> None:
-            if record["round"] == 2:
+        def on_round(self, record: RoundRecord) -> None:
+            if record.round == 2:
                 raise Stop
 
         def on_end(self) -> None:
@@ -253,7 +256,7 @@ def test_a_run_begun_elsewhere_goes_on_here(tmp_path: Path, executor: InProcess)
     assert same_state(moved.state, whole.state)
     theirs = moved.experiment.changed({"tables.spans": "/their/x64.json", "data.dir": ""})
     (moved.path / "experiment.toml").write_text(theirs.to_toml())
-    assert evaluate_run(moved.path, executor=executor)["accuracy"] == whole.final["accuracy"]
+    assert evaluate_run(moved.path, executor=executor)["accuracy"] == whole.final.scores["accuracy"]
 
 
 def test_a_folder_in_the_way_is_left_alone(tmp_path: Path, executor: InProcess) -> None:
@@ -310,7 +313,7 @@ def test_a_network_of_the_users_own(tmp_path: Path, executor: InProcess) -> None
     own = {"model.name": f"{__name__}:narrow_only", "model.options": {}}
     experiment = Experiment.parse(TINY).changed(own)
     run = play(experiment, tmp_path / "run", executor)
-    assert run.final["accuracy"] > 0
+    assert run.final.scores["accuracy"] > 0
     with pytest.raises(CocoflError, match="takes no width="):
         Setup(experiment.with_strategy("heterofl"))
 
@@ -333,8 +336,8 @@ def test_groups_are_weighed_by_their_classes(tmp_path: Path, executor: InProcess
     for index, group in enumerate(("strong", "medium", "weak")):
         members = np.flatnonzero(setup.devices.group_of == index)
         held = np.concatenate([labels[setup.partition[d]] for d in members])
-        expected = np.mean([run.final["class_accuracy"][label] for label in held])
-        assert run.final["group_accuracy"][group] == pytest.approx(expected, abs=1e-5)
+        expected = np.mean([run.final.scores["class_accuracy"][label] for label in held])
+        assert run.final.scores["group_accuracy"][group] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_final_model_that_is_cut_off_is_noticed(tmp_path: Path, executor: InProcess) -> None:
@@ -399,7 +402,7 @@ def test_the_classifier_is_trained_beside_every_span(on: str, executor, tmp_path
     one = executor if on == "serial" else CohortExecutor("cpu")
     experiment = tiny(strategy__head=True)
     run = play(experiment, tmp_path / "head", one)
-    works = [Blocks(work) for r in run.rounds for _, _, work, _ in r["devices"] if work]
+    works = [Blocks(work) for r in run.rounds for _, _, work, _ in r.devices if work]
     assert all(5 in blocks for blocks in works)
     apart = [blocks for blocks in works if len(blocks.spans) == 2]
     assert {str(blocks.spans[1]) for blocks in apart} == {"5:6"}

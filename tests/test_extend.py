@@ -59,15 +59,13 @@ def test_an_extension_is_named_and_runs(
     cohort = simulate(
         experiment, out=tmp_path / "cohort", executor=CohortExecutor("cpu", precision="fp32")
     )
-    asked = [record["devices"] for record in serial.rounds]
-    assert asked == [record["devices"] for record in cohort.rounds]
-    assert serial.final["merged"] > 0
+    asked = [record.devices for record in serial.rounds]
+    assert asked == [record.devices for record in cohort.rounds]
+    assert serial.final.count("merged") > 0
     for key, tensor in serial.state.items():
         torch.testing.assert_close(tensor, cohort.state[key], atol=0.05, rtol=0.05)
     if what == "trace":
-        assert all(
-            (one[0] + r["round"] - 1) % 2 == 0 for r in serial.rounds for one in r["devices"]
-        )
+        assert all((one[0] + r.round - 1) % 2 == 0 for r in serial.rounds for one in r.devices)
 
 
 def test_every_example_can_be_imported(tmp_path: Path) -> None:

@@ -70,10 +70,10 @@ def test_tls_and_keys_let_the_right_ones_in_and_nobody_else(
 
         await_run(network, network.submit(users_app(folder)), folder)
         (record,) = Run.open(folder).rounds
-        assert record["merged"] == 2
-        assert len(record["devices"]) == 2, "the others were never nodes"
-        assert {span for _, _, span, _ in record["devices"]} > {"0:3"}
-        assert "accuracy" in record
+        assert record.count("merged") == 2
+        assert len(record.devices) == 2, "the others were never nodes"
+        assert {span for _, _, span, _ in record.devices} > {"0:3"}
+        assert "accuracy" in record.scores
 
         for refused in (stranger, anonymous, fooled):
             assert exit_code(refused) not in (0, -15)
@@ -114,7 +114,7 @@ def processes_that_trained(network: Loopback, name: str) -> list[int]:
 
 def await_rounds(folder: Path, count: int, within_s: float = 300) -> None:
     end = time.monotonic() + within_s
-    while len(RunFolder(folder).metrics()) < count:
+    while len(RunFolder(folder).rounds()) < count:
         assert time.monotonic() < end, f"{count} rounds did not come about"
         time.sleep(0.05)
 
@@ -138,7 +138,7 @@ def test_a_device_keeps_its_process_and_survives_its_loss(
         first, second = dict.fromkeys(trained)
         assert first == kept
         assert trained == sorted(trained, key=[first, second].index), "one after the other"
-        fates = [record["devices"][0][3] for record in Run.open(folder).rounds]
+        fates = [record.devices[0].fate for record in Run.open(folder).rounds]
         assert fates.count("merged") >= 7
         assert set(fates) <= {"merged", "lost"}, "a process that dies is an error at once"
 

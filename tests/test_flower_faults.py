@@ -91,7 +91,7 @@ def kill_group(process: Any) -> None:
 
 def await_rounds(folder: Path, count: int, within_s: float = 600) -> None:
     end = time.monotonic() + within_s
-    while len(RunFolder(folder).metrics()) < count:
+    while len(RunFolder(folder).rounds()) < count:
         assert time.monotonic() < end, f"{count} rounds did not come about"
         time.sleep(0.5)
 
@@ -130,10 +130,10 @@ def test_a_node_that_misbehaves_costs_its_own_update_only(
         for number in range(3):
             start(network, number, does=does if number == 2 else "")
         await_run(network, network.submit(app), folder)
-    rounds = RunFolder(folder).metrics()
-    assert [record["merged"] for record in rounds] == [2, 2]
-    assert all(record[fate] == 1 for record in rounds)
-    remember(test="node", does=does, rounds=len(rounds), fates=[r["devices"] for r in rounds])
+    rounds = RunFolder(folder).rounds()
+    assert [record.count("merged") for record in rounds] == [2, 2]
+    assert all(record.count(fate) == 1 for record in rounds)
+    remember(test="node", does=does, rounds=len(rounds), fates=[r.devices for r in rounds])
 
 
 @pytest.mark.parametrize("secure", [False, True], ids=["open", "keys"])
@@ -150,20 +150,20 @@ def test_a_node_killed_in_training_comes_back(tmp_path: Path, secure: bool) -> N
         await_file(mark)
         kill_group(nodes[2])
         starts = 0
-        while len(RunFolder(folder).metrics()) < 8:
+        while len(RunFolder(folder).rounds()) < 8:
             if nodes[2].poll() is not None:  # as its systemd unit would
                 nodes[2] = start(network, 2, keys[2])
                 starts += 1
             time.sleep(10)
         await_run(network, run_id, folder)
-    rounds = RunFolder(folder).metrics()
-    merged = [record["merged"] for record in rounds]
+    rounds = RunFolder(folder).rounds()
+    merged = [record.count("merged") for record in rounds]
     assert merged[:2] == [3, 2], "the round in which it died goes on without it"
     assert min(merged) >= 2
     assert merged[-1] == 3, "it is back"
     # Its key is refused until the SuperLink has noticed that the first one is dead.
     assert (starts > 1) == secure
-    nodes_seen = {device[0] for record in rounds for device in record["devices"]}
+    nodes_seen = {device[0] for record in rounds for device in record.devices}
     assert len(nodes_seen) == (3 if secure else 4), "with a key it is the same node as before"
     remember(test="killed and back", secure=secure, merged=merged, starts=starts)
 
@@ -191,13 +191,13 @@ def test_a_server_killed_resumes_without_losing_a_round(tmp_path: Path, what: st
             network.link = network.start_link()
         # A ServerApp without its SuperLink ends by itself: two must not write into one folder.
         await_end(network, first)
-        kept = RunFolder(folder).metrics()
+        kept = RunFolder(folder).rounds()
         run_id = network.submit(app, {"flower.resume": True})
         await_run(network, run_id, folder)
-    rounds = RunFolder(folder).metrics()
-    assert [record["round"] for record in rounds] == list(range(1, 7))
+    rounds = RunFolder(folder).rounds()
+    assert [record.round for record in rounds] == list(range(1, 7))
     assert rounds[: len(kept)] == kept, "no finished round was lost or played again"
-    assert [record["merged"] for record in rounds] == [3] * 6
+    assert [record.count("merged") for record in rounds] == [3] * 6
     remember(test="server killed", what=what, rounds=len(rounds), killed_after=len(kept))
 
 
@@ -272,16 +272,19 @@ def soak(folder: Path, table: Path, kills: random.Random) -> dict[str, Any]:
                     nodes[victim] = start(network, victim, **configs[victim])
         await_run(network, run_id, run)
         left = await_few(network)
-    metrics = RunFolder(run).metrics()
+    metrics = RunFolder(run).rounds()
     return {
         "rounds": len(metrics),
         "minutes": round((time.monotonic() - begin) / 60),
         "killed": dict(zip(("device", "supernode", "clientapp"), killed, strict=True)),
         "lost_rounds": ROUNDS - len(metrics),
-        "merged": sum(record["merged"] for record in metrics),
-        **{fate: sum(record[fate] for record in metrics) for fate in ("late", "lost", "rejected")},
-        "rounds_without_updates": sum(record["merged"] == 0 for record in metrics),
-        "accuracy": metrics[-1]["accuracy"],
+        "merged": sum(record.count("merged") for record in metrics),
+        **{
+            fate: sum(record.count(fate) for record in metrics)
+            for fate in ("late", "lost", "rejected")
+        },
+        "rounds_without_updates": sum(record.count("merged") == 0 for record in metrics),
+        "accuracy": metrics[-1].scores["accuracy"],
         "memory_mb": [memory[index] for index in (1, len(memory) // 2, -1)],
         "processes_before_closing": left,
         "processes_after_closing": len(network.processes()),
@@ -314,10 +317,10 @@ def test_a_soak_with_kills_ends_as_well_as_an_undisturbed_run(tmp_path: Path) ->
     # Nothing disturbs devices that are functions.
     calm = {number: device(number, 3, **soak_node(number, table)) for number in range(3)}
     _, undisturbed, _ = play(tmp_path / "calm", calm, SOAK)
-    remember(test="soak", undisturbed_accuracy=undisturbed[-1]["accuracy"], **wild)
+    remember(test="soak", undisturbed_accuracy=undisturbed[-1].scores["accuracy"], **wild)
     assert wild["lost_rounds"] == 0
     assert wild["rejected"] == 0, "nobody lied"
-    assert wild["accuracy"] >= undisturbed[-1]["accuracy"] - 0.03
+    assert wild["accuracy"] >= undisturbed[-1].scores["accuracy"] - 0.03
     assert wild["processes_before_closing"] == IDLE
     assert wild["processes_after_closing"] == 0
     first, _, last = wild["memory_mb"]

@@ -24,10 +24,11 @@ from cocofl.flower.settings import Deployment, node_budget, read_run_config
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.workspace import Settings
-from cocofl.runlog import only_writer, same_state
+from cocofl.runlog import only_writer
 from tests import flower_grid
 from tests.extensions import write_extensions
 from tests.flower_grid import Direct, Node, device
+from tests.states import same_state
 
 TINY = {
     "rounds": 2,
@@ -48,12 +49,12 @@ def play(folder: Path, nodes: dict[int, Node], **changes: Any):
 def test_devices_train_what_fits_and_send_only_that(tmp_path: Path) -> None:
     weak = dict.fromkeys(("time", "memory", "upload"), 0.4)
     state, rounds, grid = play(tmp_path / "run", {7: device(0), 9: device(1, **weak)})
-    assert [record["merged"] for record in rounds] == [2, 2]
-    spans = {record["devices"][0][2] for record in rounds}
+    assert [record.count("merged") for record in rounds] == [2, 2]
+    spans = {record.devices[0].work for record in rounds}
     assert spans == {"0:6"}, "the strong one trains everything"
-    assert all(record["devices"][1][2] != "0:6" for record in rounds)
-    assert rounds[-1]["accuracy"] > 0
-    assert rounds[0]["bytes_broadcast"] > rounds[0]["bytes_up"] > 0
+    assert all(record.devices[1].work != "0:6" for record in rounds)
+    assert rounds[-1].scores["accuracy"] > 0
+    assert rounds[0].bytes_broadcast > rounds[0].bytes_up > 0
     assert all(bool(torch.isfinite(t).all()) for t in state.values())
     asked = str(grid.sent[0].content.config_records)
     assert "0.4" not in asked, "nobody told the server"
@@ -66,11 +67,11 @@ def test_the_reply_is_hardly_larger_than_the_update(tmp_path: Path) -> None:
     grid = Direct({1: device(0, 30)})
     with open_folder(tmp_path / "run", experiment, resume=False) as folder:
         serve(Server(grid, experiment, deployment), folder)
-        (record,) = folder.metrics()
+        (record,) = folder.rounds()
     reply = grid.replies["0"]
     whole = sum(len(each.deflate()) for each in get_all_nested_objects(reply).values())
-    assert record["merged"] == 1
-    assert whole <= 1.1 * record["bytes_up"]
+    assert record.count("merged") == 1
+    assert whole <= 1.1 * record.bytes_up
 
 
 OWN_NET = """
@@ -95,7 +96,7 @@ def test_a_device_imports_only_what_its_own_config_trusts(
         flower_grid.play(tmp_path / "refused", {1: device(0), 2: device(1)}, config)
     nodes = {number: device(number - 1, trust="own_net") for number in (1, 2)}
     _, (record,), _ = flower_grid.play(tmp_path / "trusted", nodes, config)
-    assert record["merged"] == 2
+    assert record.count("merged") == 2
 
 
 def test_a_strategy_of_ones_own_is_deployed_as_it_is_simulated(
@@ -108,7 +109,7 @@ def test_a_strategy_of_ones_own_is_deployed_as_it_is_simulated(
         config = {**TINY, "rounds": 1, "strategy.name": "fedprox:fedprox", "strategy.mu": mu}
         nodes = {number: device(number - 1, trust="fedprox") for number in (1, 2)}
         state, (record,), _ = flower_grid.play(tmp_path / f"mu{mu}", nodes, config)
-        assert record["merged"] == 2
+        assert record.count("merged") == 2
         moved.append(state["stem.0.weight"])
     assert not torch.equal(*moved), "the rule is obeyed on devices, too"
 
@@ -187,9 +188,9 @@ def test_one_bad_device_spoils_no_round(
     tmp_path: Path, answer: Node, fate: str, reason: str | None, caplog
 ) -> None:
     state, rounds, _ = play(tmp_path / "bad", {1: device(0), 2: answer}, rounds=1)
-    assert (rounds[0]["merged"], rounds[0][fate]) == (1, 1)
+    assert (rounds[0].count("merged"), rounds[0].count(fate)) == (1, 1)
     if reason is not None:
-        ((node, told),) = rounds[0]["reasons"]
+        ((node, told),) = rounds[0].reasons
         assert node == 2
         assert told.startswith(reason)
         assert "node 2" in caplog.text, "it is in the log too"
@@ -200,7 +201,7 @@ def test_one_bad_device_spoils_no_round(
 def test_a_device_without_room_sits_out(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("time", "memory", "upload"), 0.0)
     _, rounds, _ = play(tmp_path / "run", {1: device(0), 2: device(1, **nothing)}, rounds=1)
-    assert (rounds[0]["merged"], rounds[0]["infeasible"]) == (1, 1)
+    assert (rounds[0].count("merged"), rounds[0].count("infeasible")) == (1, 1)
 
 
 def table_of(path: Path, hardware: Hardware | None = None) -> str:
@@ -222,7 +223,7 @@ def test_seconds_and_bytes_are_measured_with_the_device_s_own_table(tmp_path: Pa
     }.items():
         node = device(0, 3, profile=table, **budget)
         _, rounds, _ = play(tmp_path / name, {1: node}, rounds=1, flower__nodes=1)
-        spans[name] = rounds[0]["devices"][0][2]
+        spans[name] = rounds[0].devices[0].work
     assert spans["ample"] == "0:6"
     assert spans["time"] == spans["memory"] == "5:6"
     assert spans["upload"] in ("0:1", "1:2", "2:3", "5:6")
@@ -257,7 +258,7 @@ def test_the_limits_of_an_update_are_in_the_run_config(tmp_path: Path) -> None:
             flower__nodes=1,
             **{f"flower__{key}": value},
         )
-        assert (rounds[0]["merged"], rounds[0]["rejected"]) == (0, 1)
+        assert (rounds[0].count("merged"), rounds[0].count("rejected")) == (0, 1)
 
 
 def test_a_budget_may_come_from_a_file_that_changes(tmp_path: Path) -> None:
@@ -271,7 +272,7 @@ def test_a_budget_may_come_from_a_file_that_changes(tmp_path: Path) -> None:
         return reply
 
     _, rounds, _ = play(tmp_path / "run", {1: device(0), 2: freed})
-    assert [record["devices"][1][3] for record in rounds] == ["infeasible", "merged"]
+    assert [record.devices[1].fate for record in rounds] == ["infeasible", "merged"]
     with pytest.raises(InvalidBudget, match="give one of them"):
         node_budget({"budget-file": str(file), "time": 0.5}, 10)
     (tmp_path / "wrong.toml").write_text("tiem = 1\n")
@@ -315,7 +316,7 @@ def test_too_few_nodes_end_the_run_with_a_message(tmp_path: Path) -> None:
 def test_some_nodes_are_drawn(tmp_path: Path) -> None:
     nodes = {number: device(number, 4) for number in range(4)}
     _, rounds, _ = play(tmp_path / "run", nodes, flower__per_round=2)
-    assert all(len(record["devices"]) == 2 for record in rounds)
+    assert all(len(record.devices) == 2 for record in rounds)
 
 
 def test_strategies_that_send_slices_are_refused(tmp_path: Path) -> None:

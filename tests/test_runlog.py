@@ -3,21 +3,36 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cocofl.errors import InvalidState, RunFolderProblem
-from cocofl.runlog import RunFolder, only_writer, read_state, same_state, write_text
+from cocofl.runlog import (
+    DeviceRecord,
+    RoundRecord,
+    RunFolder,
+    only_writer,
+    read_state,
+    write_text,
+)
+from tests.states import same_state
+
+
+def record(number: int, **more: Any) -> RoundRecord:
+    devices = [DeviceRecord(3, "weak", "0:2", "merged"), DeviceRecord(5, "", None, "infeasible")]
+    return RoundRecord(number, 0.1, 0.25, 1000, 1.5, devices, **more)
 
 
 def folder(tmp_path: Path, rounds: int) -> RunFolder:
     made = RunFolder.create(tmp_path / "run", "rounds = 3\n")
     for index in range(rounds):
-        made.append({"round": index + 1}, {"round": index + 1, "train_s": 0.1})
+        made.append(record(index + 1), {"train_s": 0.1, "evaluate_s": 0.0})
     return made
 
 
@@ -25,7 +40,7 @@ def test_a_checkpoint_comes_back_and_cuts_off_what_was_logged_after_it(tmp_path:
     run = folder(tmp_path, 2)
     state = {"w": torch.tensor([1.5, -0.0]), "scale": torch.tensor(0.1)}
     run.save_checkpoint(2, state)
-    run.append({"round": 3}, {"round": 3})
+    run.append(record(3), {"train_s": 0.1, "evaluate_s": 0.0})
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"round": 4')  # killed while writing
     found = run.rewind()
@@ -33,14 +48,14 @@ def test_a_checkpoint_comes_back_and_cuts_off_what_was_logged_after_it(tmp_path:
     rounds, again = found
     assert rounds == 2
     assert same_state(again, state)
-    assert [record["round"] for record in run.metrics()] == [1, 2]
-    assert [record["round"] for record in run.timing()] == [1, 2]
+    assert run.rounds() == [record(1), record(2)]
+    assert len(run.timing()) == 2
 
 
 def test_without_a_checkpoint_everything_begins_anew(tmp_path: Path) -> None:
     run = folder(tmp_path, 2)
     assert run.rewind() is None
-    assert run.metrics() == []
+    assert run.rounds() == []
 
 
 def test_a_log_that_lacks_rounds_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -48,6 +63,64 @@ def test_a_log_that_lacks_rounds_of_the_checkpoint_is_refused(tmp_path: Path) ->
     run.save_checkpoint(2, {"w": torch.zeros(1)})
     with pytest.raises(RunFolderProblem, match="checkpoint beside it is of round 2"):
         run.rewind()
+
+
+def test_a_record_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
+    made = RunFolder.create(tmp_path / "run", "")
+    scores = {"accuracy": 0.5, "perplexity": float("inf"), "class_accuracy": [0.5, 0.25]}
+    tested = {"scores": scores, "other_scores": {"batch": {**scores, "group_accuracy": {"a": 1}}}}
+    network = {"bytes_broadcast": 7, "reasons": [(2**64 - 1, "values: not finite")]}
+    written = [record(1), record(2, **tested), record(3, **tested, **network)]
+    for one in written:
+        made.append(one, {"train_s": 0.1, "evaluate_s": 0.0})
+    assert made.rounds() == written
+    assert (written[0].count("merged"), written[0].count("lost")) == (1, 0)
+    line = json.loads((made.path / "metrics.jsonl").read_text().splitlines()[2])
+    assert list(line) == [
+        *("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss"),
+        *("merged", "late", "lost", "rejected", "infeasible", "devices", "reasons"),
+        *("accuracy", "perplexity", "class_accuracy", "batch_statistics"),
+    ]
+
+
+GOOD = record(2, scores={"accuracy": 0.5}).to_json()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({k: v for k, v in GOOD.items() if k != "lr"}, "lacks 'lr'"),
+        ({**GOOD, "loss": float("nan")}, "'loss' is nan"),
+        ({**GOOD, "lr": "fast"}, "'lr' is 'fast'"),
+        ({**GOOD, "bytes_up": True}, "'bytes_up' is True"),
+        ({**GOOD, "bytes_up": 10**400}, "'bytes_up' is 1000"),
+        ({**GOOD, "simulated_s": 10**400}, "'simulated_s' is 1000"),
+        ({**GOOD, "merged": -1}, "'merged' is -1"),
+        ({**GOOD, "devices": [[3, "weak", "0:2"]]}, "'devices' is a list"),
+        ({**GOOD, "devices": [[3, "weak", "0:2", "happy"]]}, "'devices' is a list"),
+        ({**GOOD, "devices": [[3, "weak", "0:2", ["merged"]]]}, "'devices' is a list"),
+        ({**GOOD, "reasons": [[3]]}, "'reasons' is a list"),
+        ({**GOOD, "accuracy": "good"}, "is not numbers"),
+        ({**GOOD, "accuracy": 10**400}, "is not numbers"),
+        ({**GOOD, "group_accuracy": {"weak": {"all": 1}}}, "is not numbers"),
+        ({**GOOD, "batch_statistics": 3}, "is not numbers"),
+        ({**GOOD, "round": 4}, "is of round 4"),
+        ({**GOOD, "f1": 0.5}, "other metrics than the lines before"),
+        ([], "is a list, not a table"),
+        ("[" * 100_000, "damaged"),
+        ("1" * 5000, "damaged"),
+        ("\xff", "damaged"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    made = RunFolder.create(tmp_path / "run", "")
+    made.append(record(1, scores={"accuracy": 0.5}), {"train_s": 0.1, "evaluate_s": 0.0})
+    text = line if isinstance(line, str) else json.dumps(line)
+    with (made.path / "metrics.jsonl").open("ab") as file:
+        file.write(text.encode("latin-1") + b"\n")
+    with pytest.raises(RunFolderProblem, match=re.escape(message)) as problem:
+        made.rounds()
+    assert f"{made.path / 'metrics.jsonl'}, line 2" in str(problem.value)
 
 
 def about(machine: str, commit: str = "abc") -> dict[str, str]:
@@ -106,6 +179,7 @@ def test_what_is_no_run_cannot_be_continued(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
+from typing import Any
 from cocofl.runlog import only_writer
 with only_writer(Path(sys.argv[1])):
     print("writing", flush=True)
@@ -145,7 +219,7 @@ def test_a_disk_that_takes_no_more_says_so(tmp_path: Path) -> None:
     (run.path / "metrics.jsonl").unlink()
     (run.path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(RunFolderProblem, match=r"No space left.*--resume"):
-        run.append({"round": 2}, {})
+        run.append(record(2), {})
 
 
 @pytest.mark.parametrize(

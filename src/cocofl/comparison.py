@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cocofl.config import Experiment
 from cocofl.data.partition import check_rule
@@ -22,39 +21,13 @@ TUNING_SEED = 1_000_003
 
 
 @dataclass(frozen=True)
-class Row:
-    """A strategy on a split: mean and standard deviation over seeds."""
-
-    split: str
-    strategy: str
-    lr: float
-    accuracy: tuple[float, float]
-    groups: dict[str, tuple[float, float]]
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """What came out."""
+    """What was run, in order, without the runs on which learning rates were chosen."""
 
     path: Path
-    rows: tuple[Row, ...]
-    seeds: int
-    lr_grid: tuple[float, ...]
+    runs: tuple[Run, ...]
     tables: dict[str, str]
-
-    @property
-    def splits(self) -> list[str]:
-        """In the order in which they were run."""
-        return list(dict.fromkeys(row.split for row in self.rows))
-
-    @property
-    def groups(self) -> list[str]:
-        """The device groups."""
-        return list(self.rows[0].groups)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "path": str(self.path)}
+    """Which profile tables served each strategy."""
 
 
 def compare(
@@ -73,8 +46,8 @@ def compare(
     """Run every strategy with every seed on every split; runs go to folders below ``out``.
 
     With an ``lr_grid`` each strategy first runs once per learning rate on each split, two thirds
-    of the rounds and with a seed of its own, and keeps the best; without one all use the
-    experiment's.
+    of the rounds and with a seed of its own, and keeps the best by the first metric; without one
+    all use the experiment's.
     """
     _check(experiment, strategies, splits or [], lr_grid or [])
     own = executor or make_executor(experiment)
@@ -88,7 +61,7 @@ def compare(
         )
         return {run.path: run for run in runs}
 
-    rows: list[Row] = []
+    played: list[Run] = []
     tables: dict[str, str] = {}
     try:
         for split in splits or [experiment.data.split]:
@@ -105,14 +78,14 @@ def compare(
                     for seed, path in zip(seeds, paths[strategy], strict=True)
                 }
             )
-            for strategy, base in bases.items():
-                own_runs = [runs[path] for path in paths[strategy]]
-                rows.append(_row(split, strategy, base.training.lr, own_runs))
-                tables[strategy] = "; ".join(own_runs[0].folder.about["tables"].values())
+            played += [runs[path] for strategy in bases for path in paths[strategy]]
+            for strategy in bases:
+                served = runs[paths[strategy][0]].folder.about["tables"]
+                tables[strategy] = "; ".join(served.values())
     finally:
         if executor is None:
             own.close()
-    return Comparison(out, tuple(rows), len(seeds), tuple(lr_grid or ()), tables)
+    return Comparison(out, tuple(played), tables)
 
 
 def _check(
@@ -145,34 +118,26 @@ def _tuned(
 ) -> dict[str, Experiment]:
     """Each strategy with the learning rate that served it best in shorter runs."""
     trials = {
-        folders[strategy] / f"lr{rate:g}": base.changed(
-            {
-                "seed": TUNING_SEED,
-                "rounds": max(1, base.rounds * 2 // 3),
-                "training.lr": rate,
-            }
+        (strategy, rate): (
+            folders[strategy] / f"lr{rate:g}",
+            base.changed(
+                {
+                    "seed": TUNING_SEED,
+                    "rounds": max(1, base.rounds * 2 // 3),
+                    "training.lr": rate,
+                }
+            ),
         )
         for strategy, base in bases.items()
         for rate in lr_grid
     }
-    runs = play(trials)
+    runs = play(dict(trials.values()))
 
-    def best(strategy: str) -> float:
-        return max(
-            lr_grid, key=lambda rate: runs[folders[strategy] / f"lr{rate:g}"].final["accuracy"]
-        )
+    def merit(strategy: str, rate: float) -> float:
+        run = runs[trials[strategy, rate][0]]
+        return run.metrics[0].merit(run.final.scores[run.metrics[0].name])
 
-    return {s: base.changed({"training.lr": best(s)}) for s, base in bases.items()}
-
-
-def _row(split: str, strategy: str, lr: float, runs: Sequence[Run]) -> Row:
-    finals = [run.final for run in runs]
-    groups = {
-        group: _mean_std([final["group_accuracy"][group] for final in finals])
-        for group in finals[0]["group_accuracy"]
+    return {
+        strategy: base.changed({"training.lr": max(lr_grid, key=partial(merit, strategy))})
+        for strategy, base in bases.items()
     }
-    return Row(split, strategy, lr, _mean_std([f["accuracy"] for f in finals]), groups)
-
-
-def _mean_std(values: Sequence[float]) -> tuple[float, float]:
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0

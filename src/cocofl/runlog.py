@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-import torch
 from torch import Tensor
 
-from cocofl.errors import InvalidState, RunFolderProblem
+from cocofl.errors import InvalidSetting, InvalidState, RunFolderProblem
+from cocofl.fl.metrics import STATISTICS
 
 State = dict[str, Tensor]
 Record = dict[str, Any]
@@ -39,8 +40,17 @@ CHECKPOINT, MODEL = "checkpoint.safetensors", "model.safetensors"
 _ORIGIN = ("cocofl", "commit", "torch", "python", "hardware", "engine", "tables")
 
 
-FATES = ("merged", "late", "lost", "rejected", "infeasible")
+Fate = Literal["merged", "late", "lost", "rejected", "infeasible"]
+FATES: tuple[str, ...] = get_args(Fate)
 """What can become of a device that is asked."""
+
+
+class Score(float):
+    """What a metric comes to, which may well be infinite."""
+
+
+Scores = Mapping[str, Any]
+"""What a model was tested for: a number under each metric's name, and further numbers beside it."""
 
 
 class DeviceRecord(NamedTuple):
@@ -67,33 +77,128 @@ class RoundRecord:
     loss: float | None
     """The mean over the devices that were merged."""
     devices: Sequence[DeviceRecord]
-    scores: Mapping[str, Any] = field(default_factory=dict)
+    scores: Scores = field(default_factory=dict)
     """What the model was tested for, where it was."""
-    other_scores: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    other_scores: Mapping[str, Scores] = field(default_factory=dict)
     """The same with other norm statistics, by their kind; at the end of a run."""
     bytes_broadcast: int | None = None
     """The size of all that devices were sent, where they are on a network."""
     reasons: Sequence[tuple[int, str]] | None = None
     """Why updates were refused or did not come, where devices are on a network."""
 
+    def count(self, fate: str) -> int:
+        """How many devices that became of."""
+        return sum(one.fate == fate for one in self.devices)
+
     def to_json(self) -> Record:
         """As ``metrics.jsonl`` has it."""
-        fates = [one.fate for one in self.devices]
-        broadcast = {"bytes_broadcast": self.bytes_broadcast}
-        reasons = {"reasons": [list(pair) for pair in self.reasons or ()]}
+        own = {key: getattr(self, key) for key in _OWN_KEYS if key not in FATES}
+        own |= {fate: self.count(fate) for fate in FATES}
+        own["devices"] = [list(one) for one in self.devices]
+        own["reasons"] = None if self.reasons is None else [list(pair) for pair in self.reasons]
         return {
-            "round": self.round,
-            "lr": self.lr,
-            "simulated_s": self.simulated_s,
-            "bytes_up": self.bytes_up,
-            **(broadcast if self.bytes_broadcast is not None else {}),
-            "loss": self.loss,
-            **{fate: fates.count(fate) for fate in FATES},
-            "devices": [list(one) for one in self.devices],
-            **(reasons if self.reasons is not None else {}),
+            **{k: own[k] for k in _OWN_KEYS if k not in _ON_A_NETWORK or own[k] is not None},
             **self.scores,
-            **{f"{kind}_statistics": dict(found) for kind, found in self.other_scores.items()},
+            **{_OTHER[kind]: dict(found) for kind, found in self.other_scores.items()},
         }
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any], where: str) -> RoundRecord:
+        """A line of ``metrics.jsonl``, which anybody may have made; ``where`` it stands."""
+        for key, check in _OWN_KEYS.items():
+            if key not in line and key not in _ON_A_NETWORK:
+                raise RunFolderProblem(f"{where} lacks {key!r}")
+            if key in line and not check(line[key]):
+                raise RunFolderProblem(f"{where}: {key!r} is {_in_short(line[key])}")
+        others = {kind: line[key] for kind, key in _OTHER.items() if key in line}
+        taken = (*_OWN_KEYS, *_OTHER.values())
+        scores = {key: value for key, value in line.items() if key not in taken}
+        for found in (scores, *others.values()):
+            if not _are_scores(found):
+                raise RunFolderProblem(f"{where}: what the model was tested for is not numbers")
+        reasons = line.get("reasons")
+        figures: Record = {key: line.get(key) for key in _FIGURES}
+        return cls(
+            **figures,
+            devices=[DeviceRecord(*one) for one in line["devices"]],
+            scores=scores,
+            other_scores=others,
+            reasons=None if reasons is None else [(node, why) for node, why in reasons],
+        )
+
+
+def metric_names(scores: Scores) -> list[str]:
+    """The metrics among what a model was tested for, in the order of the experiment.
+
+    >>> metric_names({"accuracy": 0.5, "f1": 0.4, "group_accuracy": {"weak": 0.3}})
+    ['accuracy', 'f1']
+    """
+    return [name for name, value in scores.items() if isinstance(value, int | float)]
+
+
+def scores_by_name(scores: Scores, key: str) -> Mapping[str, float]:
+    """Numbers by name among what a model was tested for, as those of groups; none elsewhere."""
+    found = scores.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def check_metric_names(names: Sequence[str]) -> None:
+    """Refuse metrics that could not be told apart in a line of ``metrics.jsonl``."""
+    for name in names:
+        if name in _OWN_KEYS or name in _OTHER.values() or names.count(name) > 1:
+            raise InvalidSetting(
+                f"a metric is called {name!r}, and so is something else in {METRICS}; give it "
+                "another name"
+            )
+
+
+# Numbers of a file are bounded: one of a thousand digits is no number that can be computed with.
+_CHECKS: dict[Any, Callable[[Any], bool]] = {
+    int: lambda value: type(value) is int and 0 <= value < 2**64,
+    float: lambda value: type(value) in (int, float) and abs(value) < 1e300,  # so it is finite
+    Score: lambda value: type(value) is float or (type(value) is int and abs(value) < 1e300),
+    str: lambda value: isinstance(value, str),
+    type(None): lambda value: value is None,
+}
+
+
+def _check_of(shape: Any) -> Callable[[Any], bool]:
+    """Whether what a JSON file holds is of a shape; a tuple is a list there."""
+    origin, inner = get_origin(shape), get_args(shape)
+    if origin is Literal:
+        return lambda value: value in inner
+    checks = [_check_of(one) for one in inner]
+    if origin is list:
+        return lambda value: isinstance(value, list) and all(map(checks[0], value))
+    if origin is dict:
+        return lambda value: isinstance(value, dict) and all(map(checks[1], value.values()))
+    if origin is tuple:
+        return lambda value: (
+            isinstance(value, list)
+            and len(value) == len(checks)
+            and all(check(one) for check, one in zip(checks, value, strict=True))
+        )
+    if origin is UnionType:
+        return lambda value: any(check(value) for check in checks)
+    return _CHECKS[shape]
+
+
+_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss")
+_OWN_KEYS = {
+    **dict(zip(_FIGURES, map(_check_of, (int, float, float, int, int, float | None)), strict=True)),
+    **dict.fromkeys(FATES, _check_of(int)),
+    "devices": _check_of(list[tuple[int, str, str | None, Fate]]),
+    "reasons": _check_of(list[tuple[int, str]]),
+}
+"""What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
+_ON_A_NETWORK = ("bytes_broadcast", "reasons")
+_OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
+_are_scores = _check_of(dict[str, Score | list[Score] | dict[str, Score]])
+
+
+def _in_short(value: Any) -> str:
+    """A value for a message; one that holds others is not written out, however deep it is."""
+    return f"a {type(value).__name__}" if isinstance(value, list | dict) else f"{value!r:.40}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +239,11 @@ class RunFolder:
     @property
     def about(self) -> Record:
         """Machine, versions, command, tables."""
-        return _read_json(self.path / ABOUT)
+        path = self.path / ABOUT
+        try:
+            return _parsed(path.read_bytes(), str(path))
+        except OSError as error:
+            raise RunFolderProblem(f"cannot read {path}: {error}") from error
 
     def write_about(self, about: Mapping[str, Any]) -> None:
         """Keep what is known of this run besides its numbers.
@@ -167,7 +276,8 @@ class RunFolder:
         """Where the rounds that are kept come from, as far as ``about`` does not say it."""
         if not (self.path / ABOUT).exists() or not (self.path / CHECKPOINT).exists():
             return []
-        last, rounds = self.about, _rounds_done(self.path / CHECKPOINT)
+        with _opened(self.path / CHECKPOINT) as file:
+            last, rounds = self.about, _rounds_in(file)
         before = _parts(last, self.path / ABOUT)
         origin = {key: last[key] for key in _ORIGIN if key in last}
         nothing_since = bool(before) and before[-1]["rounds"] >= rounds
@@ -175,20 +285,37 @@ class RunFolder:
             return before
         return [*before, {"rounds": rounds, **origin}]
 
-    def append(self, metrics: Record, timing: Record) -> None:
+    def append(self, record: RoundRecord, timing: Record) -> None:
         """Add a round's lines."""
         with _writing(self.path):
-            for name, record in ((METRICS, metrics), (TIMING, timing)):
+            for name, line in ((METRICS, record.to_json()), (TIMING, timing)):
                 with (self.path / name).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+                    file.write(json.dumps(line) + "\n")
 
-    def metrics(self) -> list[Record]:
+    def rounds(self) -> list[RoundRecord]:
         """The rounds so far."""
-        return _read_lines(self.path / METRICS)
+        path, records = self.path / METRICS, []
+        metrics: list[str] = []
+        for number, line in enumerate(_read_lines(path), start=1):
+            where = f"{path}, line {number}"
+            record = RoundRecord.from_json(line, where)
+            if record.round != number:
+                raise RunFolderProblem(f"{where} is of round {record.round}")
+            names = metric_names(record.scores)
+            if record.scores and names != (metrics := metrics or names):
+                raise RunFolderProblem(f"{where} has other metrics than the lines before it")
+            if record.scores and not names:
+                raise RunFolderProblem(f"{where} has scores, but no metric")
+            records.append(record)
+        return records
 
     def timing(self) -> list[Record]:
         """Wall-clock seconds of the rounds so far."""
-        return _read_lines(self.path / TIMING)
+        lines = _read_lines(self.path / TIMING)
+        for number, line in enumerate(lines, start=1):
+            if not all(_CHECKS[float](line.get(key)) for key in ("train_s", "evaluate_s")):
+                raise RunFolderProblem(f"{self.path / TIMING}, line {number}, lacks seconds")
+        return lines
 
     def save_checkpoint(self, rounds_done: int, state: Mapping[str, Tensor]) -> None:
         """Keep the state after so many rounds, in place of the one before."""
@@ -293,11 +420,6 @@ def read_state(path: Path) -> tuple[int, State]:
         return _rounds_in(file), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
-def _rounds_done(path: Path) -> int:
-    with _opened(path) as file:
-        return _rounds_in(file)
-
-
 def _rounds_in(file: Any) -> int:
     return int((file.metadata() or {}).get("rounds", "0"))
 
@@ -317,11 +439,6 @@ def _opened(path: Path) -> Iterator[Any]:
 def write_text(path: Path, text: str) -> None:
     """Write a text whole or not at all."""
     _replace(path, lambda file: file.write(text.encode()))
-
-
-def same_state(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two states are equal to the bit."""
-    return one.keys() == other.keys() and all(torch.equal(t, other[key]) for key, t in one.items())
 
 
 def _replace(path: Path, write: Callable[[Any], Any]) -> None:
@@ -352,17 +469,17 @@ def _read_lines(path: Path) -> list[Record]:
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # what has no end of line is not complete
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise RunFolderProblem(f"{path} is damaged: {error}") from error
+    return [_parsed(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
 
 
-def _read_json(path: Path) -> Record:
+def _parsed(text: str | bytes, where: str) -> Record:
+    """A table of a file that anybody may have made."""
     try:
-        content: Record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunFolderProblem(f"cannot read {path}: {error}") from error
+        content: Record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RunFolderProblem(f"{where} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise RunFolderProblem(f"{where} is damaged: it is {_in_short(content)}, not a table")
     return content
 
 

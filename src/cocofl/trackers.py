@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cocofl.checks import check_choice
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
-from cocofl.named import nearest
+from cocofl.runlog import RoundRecord
 
 Log = Callable[[Mapping[str, float], int], Any]
 
@@ -25,9 +26,9 @@ class Tracker:
     log: Log
     end: Callable[[], Any]
 
-    def on_round(self, record: Mapping[str, Any]) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         """Log what is a number, groups one by one."""
-        self.log(numbers(record), int(record["round"]))
+        self.log(numbers(record.to_json()), record.round)
 
     def on_end(self) -> None:
         """Let the library finish its files."""
@@ -51,11 +52,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 def tracker(name: str, experiment: Experiment, path: Path) -> Tracker:
     """The tracker of that name for a run that goes to ``path``."""
-    if name not in TRACKERS:
-        raise InvalidSetting(
-            f"unknown tracker {name!r}{nearest(name, TRACKERS)}; expected one of "
-            f"{', '.join(TRACKERS)}"
-        )
+    check_choice("--track", name, tuple(TRACKERS))
     try:
         return TRACKERS[name](experiment, path)
     except ImportError as error:

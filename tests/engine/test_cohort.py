@@ -32,7 +32,7 @@ from cocofl.freeze import VARIANTS, KernelPlan
 from cocofl.models import MODELS
 from cocofl.models.base import narrowed
 from cocofl.models.transformer import Encoder, EncoderLayer, Shape
-from cocofl.runlog import Record, RunFolder
+from cocofl.runlog import RoundRecord, RunFolder
 from cocofl.vector import Cohort, DeviceWork, Program, Sgd
 from tests.engine.collecting import collected
 from tests.vector.serial import train_one
@@ -79,8 +79,8 @@ def test_a_run_of_either_engine_gives_the_same_model(
     cohort = play(
         strategy, options, tmp_path / "cohort", CohortExecutor("cpu", precision="fp32", devices=3)
     )  # 4 devices in chunks of 3
-    assert [r["devices"] for r in serial.rounds] == [r["devices"] for r in cohort.rounds]
-    assert [r["bytes_up"] for r in serial.rounds] == [r["bytes_up"] for r in cohort.rounds]
+    assert [r.devices for r in serial.rounds] == [r.devices for r in cohort.rounds]
+    assert [r.bytes_up for r in serial.rounds] == [r.bytes_up for r in cohort.rounds]
     assert serial.state.keys() == cohort.state.keys()
     for key, tensor in serial.state.items():
         difference = (tensor.double() - cohort.state[key].double()).abs().max()
@@ -175,7 +175,7 @@ def test_two_rounds_in_float64_give_the_same_model(
     experiment = Experiment.parse(TINY | changes)
     serial = simulate(experiment, out=tmp_path / "s", executor=InProcess())
     cohort = simulate(experiment, out=tmp_path / "c", executor=CohortExecutor("cpu", devices=3))
-    assert [r["devices"] for r in serial.rounds] == [r["devices"] for r in cohort.rounds]
+    assert [r.devices for r in serial.rounds] == [r.devices for r in cohort.rounds]
     assert distance(serial, cohort) < 1e-9
 
 
@@ -305,8 +305,8 @@ def test_narrower_transformers_train_together(
     assert all(can_stack(experiment, WidthWork(width)) for width in (0.125, 0.5, 1.0))
     serial = simulate(experiment, out=tmp_path / "s", executor=InProcess())
     cohort = simulate(experiment, out=tmp_path / "c", executor=CohortExecutor("cpu", devices=3))
-    assert len({width for r in serial.rounds for _, _, width, _ in r["devices"]}) > 1
-    assert [r["devices"] for r in serial.rounds] == [r["devices"] for r in cohort.rounds]
+    assert len({width for r in serial.rounds for _, _, width, _ in r.devices}) > 1
+    assert [r.devices for r in serial.rounds] == [r.devices for r in cohort.rounds]
     assert distance(serial, cohort) < 1e-5
 
 
@@ -449,8 +449,8 @@ class Stop:
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def on_round(self, record: Record) -> None:
-        if record["round"] == self.after:
+    def on_round(self, record: RoundRecord) -> None:
+        if record.round == self.after:
             raise KeyboardInterrupt
 
     def on_end(self) -> None:
@@ -483,8 +483,8 @@ def test_an_interrupted_cohort_goes_on_as_if_nothing_had_been(
     with pytest.raises(KeyboardInterrupt):
         simulate(experiment, out=tmp_path / "cut", executor=CohortExecutor(on), watchers=[Stop(3)])
     again = simulate(experiment, out=tmp_path / "cut", executor=CohortExecutor(on), resume=True)
-    assert [r["devices"] for r in whole.rounds] == [r["devices"] for r in again.rounds]
-    assert [r["loss"] for r in whole.rounds] == [r["loss"] for r in again.rounds]
+    assert [r.devices for r in whole.rounds] == [r.devices for r in again.rounds]
+    assert [r.loss for r in whole.rounds] == [r.loss for r in again.rounds]
     assert whole.state.keys() == again.state.keys()
     assert all(torch.equal(tensor, again.state[key]) for key, tensor in whole.state.items())
 
@@ -502,8 +502,8 @@ def test_seeds_that_run_together_give_what_each_gives_alone(
     together = simulate_batch(several, executor=CohortExecutor("cpu", devices=at_once))
     for run, one in zip(together, several.values(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone{one.seed}", executor=CohortExecutor("cpu"))
-        assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]
-        assert [r["bytes_up"] for r in alone.rounds] == [r["bytes_up"] for r in run.rounds]
+        assert [r.devices for r in alone.rounds] == [r.devices for r in run.rounds]
+        assert [r.bytes_up for r in alone.rounds] == [r.bytes_up for r in run.rounds]
         assert alone.state.keys() == run.state.keys()
         assert distance(alone, run) <= tolerance
 
@@ -556,8 +556,8 @@ def test_strategies_that_run_together_give_what_each_gives_alone(
     together = simulate_batch(several, executor=CohortExecutor("cpu", devices=at_once))
     for run, (path, one) in zip(together, several.items(), strict=True):
         alone = simulate(one, out=tmp_path / f"alone-{path.name}", executor=InProcess())
-        assert [r["devices"] for r in alone.rounds] == [r["devices"] for r in run.rounds]
-        assert [r["bytes_up"] for r in alone.rounds] == [r["bytes_up"] for r in run.rounds]
+        assert [r.devices for r in alone.rounds] == [r.devices for r in run.rounds]
+        assert [r.bytes_up for r in alone.rounds] == [r.bytes_up for r in run.rounds]
         assert alone.state.keys() == run.state.keys()
         assert distance(alone, run) < 1e-9, path.name
 

@@ -14,7 +14,7 @@ from cocofl import Experiment, Run, simulate
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
 from cocofl.models import MODELS
-from cocofl.runlog import Record
+from cocofl.runlog import RoundRecord
 from cocofl.strategies import STRATEGIES, Plan, Situation, Span, SpanWork, Strategy, Tables
 from tests.extensions import write_extensions
 
@@ -69,14 +69,14 @@ def test_both_engines_give_the_same(name: str, tmp_path: Path) -> None:
     serial = simulate(own, out=tmp_path / "serial", executor=InProcess())
     cohort = simulate(own, out=tmp_path / "cohort", executor=CohortExecutor("cpu", devices=2))
     assert distance(serial, cohort) < 1e-9
-    assert [r["bytes_up"] for r in serial.rounds] == [r["bytes_up"] for r in cohort.rounds]
+    assert [r.bytes_up for r in serial.rounds] == [r.bytes_up for r in cohort.rounds]
     plain = simulate(experiment("fedavg-full"), out=tmp_path / "plain", executor=InProcess())
     assert distance(serial, plain) > 1e-3, "it makes a difference"
 
 
 class Stop:
-    def on_round(self, record: Record) -> None:
-        if record["round"] == 2:
+    def on_round(self, record: RoundRecord) -> None:
+        if record.round == 2:
             raise KeyboardInterrupt
 
     def on_end(self) -> None: ...
@@ -97,7 +97,7 @@ def test_what_is_remembered_survives_an_interruption(name: str, make: Any, tmp_p
 def test_devices_upload_their_control_variates(tmp_path: Path) -> None:
     run = simulate(experiment("scaffold:scaffold", devices=6), out=tmp_path, executor=InProcess())
     plain = simulate(experiment("fedavg-full"), out=tmp_path / "plain", executor=InProcess())
-    assert run.rounds[0]["bytes_up"] == 2 * plain.rounds[0]["bytes_up"]
+    assert run.rounds[0].bytes_up == 2 * plain.rounds[0].bytes_up
 
 
 @dataclass(frozen=True)

@@ -35,4 +35,4 @@ def test_no_test_sample_is_alone_in_its_batch(executor, tmp_path: Path) -> None:
     experiment = experiment.changed({"evaluation.batch": (size - 1) // 2})
     assert size % experiment.evaluation.batch == 1
     run = simulate(experiment, out=tmp_path, executor=executor())
-    assert 0 < run.rounds[-1]["batch_statistics"]["accuracy"] < 1
+    assert 0 < run.rounds[-1].other_scores["batch"]["accuracy"] < 1

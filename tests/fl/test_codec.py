@@ -67,7 +67,7 @@ def test_both_engines_charge_and_merge_what_is_really_sent(tmp_path: Path) -> No
         own, out=tmp_path / "cohort", executor=CohortExecutor("cpu", precision="fp32")
     )
     plain = simulate(Experiment.parse(TINY), out=tmp_path / "plain", executor=InProcess())
-    sizes = [[record["bytes_up"] for record in run.rounds] for run in (serial, cohort, plain)]
+    sizes = [[record.bytes_up for record in run.rounds] for run in (serial, cohort, plain)]
     assert sizes[0] == sizes[1] == [size // 2 for size in sizes[2]]
     apart = max(float((t - cohort.state[key]).abs().max()) for key, t in serial.state.items())
     moved = max(float((t - plain.state[key]).abs().max()) for key, t in serial.state.items())
@@ -81,8 +81,8 @@ def test_a_codec_serves_devices_that_train_a_few_blocks(tmp_path: Path) -> None:
     serial = simulate(own, out=tmp_path / "serial", executor=InProcess())
     executor = CohortExecutor("cpu", precision="fp32")
     cohort = simulate(own, out=tmp_path / "cohort", executor=executor)
-    assert len({one[2] for one in serial.rounds[0]["devices"]}) > 1
-    assert serial.rounds[0]["bytes_up"] == cohort.rounds[0]["bytes_up"]
+    assert len({one[2] for one in serial.rounds[0].devices}) > 1
+    assert serial.rounds[0].bytes_up == cohort.rounds[0].bytes_up
     for key, tensor in serial.state.items():
         torch.testing.assert_close(tensor, cohort.state[key], atol=1e-3, rtol=0)
 

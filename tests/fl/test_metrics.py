@@ -78,6 +78,6 @@ def test_a_metric_of_ones_own_is_the_same_on_every_engine(
         records.append(run.rounds[-1])
     here, workers, cohort = records
     assert here == workers, "to the bit, however many processes look at the data"
-    assert 0 < here["accuracy"] <= here["top3"] <= 1
-    assert cohort["top3"] == pytest.approx(here["top3"], abs=0.05)
-    assert cohort["test_loss"] == pytest.approx(here["test_loss"], rel=0.05)
+    assert 0 < here.scores["accuracy"] <= here.scores["top3"] <= 1
+    assert cohort.scores["top3"] == pytest.approx(here.scores["top3"], abs=0.05)
+    assert cohort.scores["test_loss"] == pytest.approx(here.scores["test_loss"], rel=0.05)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cocofl.errors import RunFolderProblem
-from cocofl.report.findings import Spread, ahead, curve, summary, thin, trained
+from cocofl.experiment import Spread
+from cocofl.report.findings import ahead, curve, summary, thin, trained
 from cocofl.report.palette import line_colours
 from cocofl.report.runs import Scene, arrange, find_runs
 
@@ -54,23 +55,25 @@ def test_runs_given_twice_count_once_and_lines_are_told_apart_by_what_differs(tm
 
 def test_the_summary_is_over_seeds(scenes):
     line = scenes[0].lines[0]
-    finals = [run.final["accuracy"] for run in line.runs]
+    finals = [run.final.scores["accuracy"] for run in line.runs]
     row = summary(line)
-    assert row.accuracy.mean == pytest.approx(np.mean(finals))
-    assert row.accuracy.std == pytest.approx(np.std(finals, ddof=1))
+    assert row.scores["accuracy"].mean == pytest.approx(np.mean(finals))
+    assert row.scores["accuracy"].std == pytest.approx(np.std(finals, ddof=1))
     assert row.updates["merged"] == 20 * 9
     assert row.complete == row.seeds == 2
-    assert Spread.of([0.123]).percent() == "12.3"
+    assert Spread.of([0.123]).text(scenes[0].metric) == "12.3"
 
 
 def test_upper_bounds_are_no_rivals(scenes):
-    assert [label for label, _ in ahead(scenes[0])] == ["heterofl"]
+    ours, margins = ahead(scenes[0])
+    assert (ours.label, list(margins)) == ("cocofl", ["heterofl"])
+    assert margins["heterofl"] > 0
 
 
 def test_a_curve_sums_up_time_and_uploads(scenes):
     line = scenes[0].lines[0]
     one = curve(line)
-    totals = [sum(record["bytes_up"] for record in run.rounds) for run in line.runs]
+    totals = [sum(record.bytes_up for record in run.rounds) for run in line.runs]
     assert one.bytes_up[-1] == pytest.approx(np.mean(totals))
     assert (np.diff(one.simulated_s) > 0).all()
     assert (one.low <= one.mean).all()

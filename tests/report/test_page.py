@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(folder) -> Path:
-    return write_report([folder])
+    return write_report(find_runs([folder]), folder / "report.html")
 
 
 def test_the_page_says_everything_and_escapes_names(page):
@@ -59,7 +59,7 @@ def test_a_run_whose_data_is_not_here_is_reported_without_it(tmp_path, monkeypat
     file = tmp_path / "run" / "experiment.toml"
     file.write_text(file.read_text().replace('name = "digits"', 'name = "cifar100"'))
     (tmp_path / "run" / "model.safetensors").unlink()
-    text = write_report([tmp_path / "run"], tmp_path / "new" / "page.html").read_text()
+    text = write_report(find_runs([tmp_path / "run"]), tmp_path / "new" / "page.html").read_text()
     assert "Not shown: the data set cifar100 is not on this machine" in text
     assert "Not complete:" in text
 

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from cocofl import ProfileTable, Span, all_spans
+from cocofl.cli.profiling import chain_picture
 from cocofl.errors import CocoflError
 from cocofl.profiling import Cost
-from cocofl.report.pictures import chain_picture
 from cocofl.report.profiles import save_profile_figures, trainable_blocks
 
 

@@ -21,8 +21,7 @@ from cocofl.fl.strategies import STRATEGIES
 from cocofl.models import MODELS
 from cocofl.reproduction import plans, results, tables
 from cocofl.reproduction.collection import Collection, paper, small
-from cocofl.reproduction.plans import Name, Planned
-from cocofl.reproduction.playing import missing, play
+from cocofl.reproduction.plans import Name, Planned, missing, play
 
 TINY = """
 name = "tiny-iid"
@@ -215,11 +214,11 @@ def test_the_mean_of_the_last_ten_evaluations(call: Call, tmp_path: Path) -> Non
     (planned,) = plans.table2(paper(), rows=[row], strategies=["cocofl"], seeds=1)
     tested = Run.open(made_up(planned, out, rounds=400)).evaluated
     assert len(tested) > 10
-    expected = sum(one["group_accuracy"]["weak"] for one in tested[-10:]) / 10
+    expected = sum(one.scores["group_accuracy"]["weak"] for one in tested[-10:]) / 10
     assert "last ten" in call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
     found = {one.statistics: one for one in results.read(out / "table2.csv")}
     assert found[results.LATE].groups["weak"] == pytest.approx(expected, abs=1e-5)
-    assert found[results.LATE].accuracy != found["running"].accuracy
+    assert found[results.LATE].scores != found["running"].scores
 
 
 def test_leads_are_of_the_same_seeds_and_settings(call: Call, tmp_path: Path) -> None:
@@ -238,7 +237,7 @@ def test_leads_are_of_the_same_seeds_and_settings(call: Call, tmp_path: Path) ->
         made_up(planned, out)
     call("reproduce", "table2", "--read", "--out", "out", "--rows", row)
     found = {
-        (one.strategy, one.seed): one.accuracy
+        (one.strategy, one.seed): one.scores["accuracy"]
         for one in results.read(out / "table2.csv")
         if one.statistics == "running"
     }

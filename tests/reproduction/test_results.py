@@ -21,4 +21,4 @@ def test_every_line_says_where_it_comes_from(path: Path) -> None:
         assert one.commit
         assert not one.commit.endswith("+"), "made with a source tree that was changed"
         assert not one.table.startswith("/")
-        assert 0 <= one.accuracy <= 1
+        assert 0 <= one.scores["accuracy"] <= 1

@@ -20,9 +20,8 @@ from cocofl.cli.datasets import data_app
 from cocofl.cli.deploying import flower_app
 from cocofl.cli.machine import doctor
 from cocofl.cli.profiling import profile, select
-from cocofl.cli.reporting import report
 from cocofl.cli.reproducing import reproduce_app
-from cocofl.cli.running import compare, evaluate, run
+from cocofl.cli.running import compare, evaluate, report, run
 from cocofl.errors import CocoflError
 from cocofl.named import names_are_data
 
@@ -43,41 +42,24 @@ def _brief(command: Callable[..., Any]) -> str:
     return f"{summary}\n[dim]{escape(example)}[/dim]" if example else summary
 
 
+MACHINE = "Look at data and at this machine"
 JOBS: dict[str, list[Callable[..., Any]]] = {
     "Compare methods": [run, compare, evaluate, report],
     "Ask what fits a device": [profile, select],
+    MACHINE: [doctor],
+}
+GROUPS = {
+    "Compare methods": (reproduce_app, "table2 --rows mobilenet-cifar10-rc --seeds 1"),
+    MACHINE: (data_app, "show digits --split rc"),
+    "Train on real devices": (flower_app, "up --supernodes 3 --set rounds=3"),
 }
 for job, commands in JOBS.items():
     for command in commands:
         app.command(rich_help_panel=job, short_help=_brief(command))(command)
-app.add_typer(
-    reproduce_app,
-    name="reproduce",
-    rich_help_panel="Compare methods",
-    short_help=(
-        "The paper's tables and figures, ours beside its numbers.\n"
-        "[dim]cocofl reproduce table2 --rows mobilenet-cifar10-rc --seeds 1[/dim]"
-    ),
-)
-app.add_typer(
-    data_app,
-    name="data",
-    rich_help_panel="Look at data and at this machine",
-    short_help=(
-        "Data sets, and how they are divided over devices.\n"
-        "[dim]cocofl data show digits --split rc[/dim]"
-    ),
-)
-app.command(rich_help_panel="Look at data and at this machine", short_help=_brief(doctor))(doctor)
-app.add_typer(
-    flower_app,
-    name="flower",
-    rich_help_panel="Train on real devices",
-    short_help=(
-        "A deployment with Flower: tried on this machine, or as an app.\n"
-        "[dim]cocofl flower up --supernodes 3 --set rounds=3[/dim]"
-    ),
-)
+for job, (group, words) in GROUPS.items():
+    name = group.info.name
+    said = f"{group.info.help}\n[dim]cocofl {name} {words}[/dim]"
+    app.add_typer(group, name=name, rich_help_panel=job, short_help=said)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

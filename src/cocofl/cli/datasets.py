@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,18 +9,18 @@ from typing import Annotated
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.markup import escape
-from rich.table import Table
 
 from cocofl import data
-from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import Json, print_json, print_table, right, starting
+from cocofl.cli.printing import Json, check_writable, print_json, print_text_table, starting
 from cocofl.named import vouch_for
+from cocofl.report.sources import Holdings, printable
+from cocofl.report.tables import TextTable
 
 data_app = typer.Typer(
-    help="Data sets, and how they are divided over devices.", no_args_is_help=True
+    name="data", help="Data sets, and how they are divided over devices.", no_args_is_help=True
 )
 
+GROUPS_OF_THREE = ("strong", "medium", "weak")
 DataDir = Annotated[
     Path | None,
     typer.Option(help="A folder of data sets in the Hub's layout; default: $COCOFL_DATA."),
@@ -38,17 +37,22 @@ def data_list(data_dir: DataDir = None, as_json: Json = False) -> None:
     if as_json:
         print_json([asdict(listing) for listing in listings])
         return
-    table = Table("name", "task", right("train"), right("test"), right("classes"), "available")
-    for entry in listings:
-        counts = (entry.train_samples, entry.test_samples, entry.num_classes)
-        place = {"ready": "ready", "here": "here", "hub": "on the Hub", "missing": "not here"}
-        table.add_row(
+    place = {"ready": "ready", "here": "here", "hub": "on the Hub", "missing": "not here"}
+    lines = tuple(
+        (
             entry.name,
             entry.task,
-            *(f"{count:,}".replace(",", " ") for count in counts),
+            *(
+                f"{count:,}".replace(",", " ")
+                for count in (entry.train_samples, entry.test_samples, entry.num_classes)
+            ),
             f"{place[entry.state]}: {entry.place}",
         )
-    print_table(table)
+        for entry in listings
+    )
+    print_text_table(
+        TextTable("", ("name", "task", "train", "test", "classes", "available"), lines)
+    )
 
 
 @data_app.command("show")
@@ -88,52 +92,52 @@ def data_show(
     rule = data.Rule(split, alpha, not unequal)
     partition = data.divide(train, devices, seed, rule, group_of)
     counts = data.partition.class_counts(partition, train.labels, train.facts.num_classes)
-    group_names = _group_names(groups)
+    names = GROUPS_OF_THREE if groups == 3 else tuple(f"group {one}" for one in range(groups))
     with_alpha = f", alpha {alpha:g}" if split in ("dirichlet", "rc", "rc-mixed") else ""
     title = f"{name}: {split}{with_alpha}, {devices} devices, seed {seed}"
-    save_bubble_chart(path, counts, group_of, train.facts.class_names, group_names, title)
-    per_group = np.stack([counts[group_of == group].sum(axis=0) for group in range(groups)])
-    densities = data.partition.class_densities(per_group)
+    held = Holdings(counts, group_of, tuple(train.facts.class_names), names, seed)
+    save_bubble_chart(path, held, title)
+    low, high = int(partition.sizes.min()), int(partition.sizes.max())
     if as_json:
-        summary = {
+        densities = data.partition.class_densities(_group_counts(held))
+        found = {
             "name": name,
             "rule": asdict(rule),
             "samples": len(train),
             "devices": devices,
-            "samples_per_device": [int(partition.sizes.min()), int(partition.sizes.max())],
+            "samples_per_device": [low, high],
             "remainder": len(partition.remainder),
             "class_names": train.facts.class_names,
-            "densities": dict(zip(group_names, densities.tolist(), strict=True)),
+            "densities": dict(zip(names, densities.tolist(), strict=True)),
             "chart": str(path),
         }
-        print_json(summary)
-        return
-    print_table(_density_table(train.facts.class_names, group_names, per_group, title))
-    print(f"{devices} devices with {_sizes(partition)} samples each;", end=" ")
-    print(f"{len(partition.remainder)} left over.")
-    print(f"Chart: {path}")
+        print_json(found)
+    else:
+        print_text_table(_density_table(held, title))
+        sizes = low if low == high else f"{low} to {high}"
+        print(f"{devices} devices with {sizes} samples each; {len(partition.remainder)} left over.")
+        print(f"Chart: {path}")
 
 
-def _density_table(
-    classes: Sequence[str], groups: Sequence[str], counts: NDArray[np.int64], title: str
-) -> Table:
+def _group_counts(held: Holdings) -> NDArray[np.int64]:
+    groups = range(len(held.group_names))
+    return np.stack([held.counts[held.group_of == group].sum(axis=0) for group in groups])
+
+
+def _density_table(held: Holdings, title: str) -> TextTable:
     """Of each class, its share in each group, and who has most of it."""
-    table = Table("class", *(right(group) for group in groups), "most of it is on", title=title)
-    densities = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    for label, name in enumerate(classes):
-        total, top = int(counts[:, label].sum()), int(np.argmax(counts[:, label]))
-        most = f"{groups[top]} ({counts[top, label] / total:.0%})" if total else "nobody"
-        shown = name if name.isprintable() and name.strip() else repr(name)
-        table.add_row(escape(shown), *(f"{share:.1%}" for share in densities[:, label]), most)
-    return table
-
-
-def _sizes(partition: data.Partition) -> str:
-    low, high = int(partition.sizes.min()), int(partition.sizes.max())
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _group_names(n_groups: int) -> list[str]:
-    if n_groups == 3:
-        return ["strong", "medium", "weak"]
-    return [f"group {group}" for group in range(n_groups)]
+    counts = _group_counts(held)
+    totals, tops = counts.sum(axis=0), counts.argmax(axis=0)
+    densities = data.partition.class_densities(counts)
+    columns = {
+        "class": [printable(name) for name in held.class_names],
+        **{
+            group: [f"{share:.1%}" for share in of_group]
+            for group, of_group in zip(held.group_names, densities, strict=True)
+        },
+        "most of it is on": [
+            f"{held.group_names[top]} ({counts[top, i] / totals[i]:.0%})" if totals[i] else "nobody"
+            for i, top in enumerate(tops)
+        ],
+    }
+    return TextTable.of(title, columns)

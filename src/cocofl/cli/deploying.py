@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from cocofl.cli.outputs import check_writable
-from cocofl.cli.running import Changes, File, read_experiment
+from cocofl.cli.printing import check_writable
+from cocofl.cli.running import Changes, File, needs_flower, read_experiment
 from cocofl.errors import InvalidExperiment
+from cocofl.fl.metrics import metric
+from cocofl.runlog import RoundRecord
 
 flower_app = typer.Typer(
-    name="flower", help="Train on real devices, with Flower.", no_args_is_help=True
+    name="flower",
+    help="A deployment with Flower: tried on this machine, or as an app.",
+    no_args_is_help=True,
 )
 
 
@@ -35,16 +39,21 @@ def up(
     Example: cocofl flower up --supernodes 3 --set rounds=3
     """
     experiment = read_experiment(file, changes)
-    trial = _needs_flower("cocofl.flower.trial")
-    _needs_flower("cocofl.flower.settings").check_experiment(experiment)
+    trial = needs_flower("trial")
+    needs_flower("settings").check_experiment(experiment)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidExperiment(f"{out} exists already; name another folder with --out")
     check_writable(out / "run", "--out")
     print(f"starting a SuperLink and {supernodes} SuperNodes; their logs are in {out}/network")
-    done = trial.try_out(
-        experiment, out, supernodes=supernodes, secure=secure, on_round=_print_round
-    )
-    print(f"accuracy {done.final['accuracy']:.1%}; run folder: {done.path}")
+    headline = metric(experiment.evaluation.metrics[0]).facts
+
+    def on_round(record: RoundRecord) -> None:
+        spans = ", ".join(f"{one.work or ''} {one.fate}".strip() for one in record.devices)
+        print("  ".join([f"round {record.round}: {spans}", *headline.found_in(record.scores)]))
+        sys.stdout.flush()
+
+    done = trial.try_out(experiment, out, supernodes=supernodes, secure=secure, on_round=on_round)
+    print("; ".join([*headline.found_in(done.final.scores), f"run folder: {done.path}"]))
 
 
 @flower_app.command()
@@ -58,7 +67,7 @@ def app(
     Example: cocofl flower app my-app experiment.toml
     """
     experiment = read_experiment(file, changes)
-    made, settings = map(_needs_flower, ("cocofl.flower.app", "cocofl.flower.settings"))
+    made, settings = map(needs_flower, ("app", "settings"))
     settings.check_experiment(experiment)
     check_writable(folder / "pyproject.toml", "folder")
     made.write_app(folder, made.run_config(experiment, settings.Deployment()))
@@ -84,19 +93,5 @@ def node(
         words += ["--root-certificates", str(root_certificates)]
     if auth_supernode_private_key is not None:
         words += ["--auth-supernode-private-key", str(auth_supernode_private_key)]
-    program = [*_needs_flower("cocofl.flower.loopback").NODE_PROGRAM, *words]
+    program = [*needs_flower("loopback").NODE_PROGRAM, *words]
     os.execv(program[0], program + ["--insecure"] * insecure)
-
-
-def _print_round(record: dict[str, Any]) -> None:
-    spans = ", ".join(f"{span or ''} {fate}".strip() for _, _, span, fate in record["devices"])
-    accuracy = f"  accuracy {record['accuracy']:.1%}" if "accuracy" in record else ""
-    print(f"round {record['round']}: {spans}{accuracy}", flush=True)
-
-
-def _needs_flower(name: str) -> Any:
-    """Flower is an extra, and slow to import: only who asks for it needs it."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise InvalidExperiment(f"this needs {error.name}: pip install 'cocofl[flower]'") from error

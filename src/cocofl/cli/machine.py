@@ -59,7 +59,9 @@ def doctor(as_json: Json = False) -> None:
 
 def examine() -> list[Finding]:
     """Everything that is worth knowing before a first run, or in a bug report."""
-    return [*_processor(), *_kernels(), *_gpu(), *_data(), *_tables(), *_versions()]
+    models = dict.fromkeys(name.rpartition("/")[0] for name in shipped())
+    tables = Finding("profile tables", "good", ", ".join(models) or "none")
+    return [*_processor(), *_kernels(), *_gpu(), *_data(), tables, *_versions()]
 
 
 def _processor() -> list[Finding]:
@@ -77,12 +79,11 @@ def _processor() -> list[Finding]:
 
 
 def _kernels() -> list[Finding]:
-    findings = []
-    for name, kernel in KERNELS.items():
-        reason = why_not(kernel)
-        state: Literal["good", "note"] = "note" if reason else "good"
-        findings.append(Finding(f"kernel {name}", state, reason or "runs here"))
-    return findings
+    reasons = {name: why_not(kernel) for name, kernel in KERNELS.items()}
+    return [
+        Finding(f"kernel {name}", "note" if reason else "good", reason or "runs here")
+        for name, reason in reasons.items()
+    ]
 
 
 def _gpu() -> list[Finding]:
@@ -115,19 +116,11 @@ def _data() -> list[Finding]:
     return [finding for finding in findings if finding.found]
 
 
-def _tables() -> list[Finding]:
-    models = dict.fromkeys(name.rpartition("/")[0] for name in shipped())
-    return [Finding("profile tables", "good", ", ".join(models) or "none")]
-
-
 def _versions() -> list[Finding]:
-    return [Finding("python", "good", platform.python_version())] + [
-        _version(name) for name in PACKAGES
-    ]
-
-
-def _version(name: str) -> Finding:
-    try:
-        return Finding(name, "good", metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return Finding(name, "note", "not installed")
+    found = [Finding("python", "good", platform.python_version())]
+    for name in PACKAGES:
+        try:
+            found.append(Finding(name, "good", metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            found.append(Finding(name, "note", "not installed"))
+    return found

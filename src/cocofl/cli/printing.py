@@ -1,9 +1,10 @@
-"""How the command line talks: tables, JSON, and names that a shell completes."""
+"""How the command line talks: tables, JSON, places of results, names that a shell completes."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
+
+from cocofl.errors import InvalidSetting
+from cocofl.report.tables import TextTable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Trust = Annotated[
@@ -33,6 +38,17 @@ def print_table(table: Table) -> None:
     console.print(table)
 
 
+def print_text_table(shown: TextTable) -> None:
+    """Print a table of texts, which may come from files, and its notes."""
+    table = Table(escape(shown.header[0]), *map(right, map(escape, shown.header[1:])))
+    table.title = escape(shown.title)
+    for line in shown.lines:
+        table.add_row(*map(escape, line))
+    print_table(table)
+    for note in shown.notes:
+        print(note)
+
+
 def print_json(value: Any) -> None:
     """Print data for other programs."""
     print(json.dumps(value, indent=2))
@@ -47,6 +63,36 @@ def stoppable(folder: Path, again: str) -> Iterator[None]:
         kept = f"what is done is kept in {folder}; {again} goes on"
         print(f"stopped: {kept if folder.exists() else 'nothing was written'}", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Complain about a file, not there perhaps, that the command could not write in the end.
+
+    It is looked at before the work, which may take hours.
+    """
+    try:
+        if path.exists():
+            path.open("ab").close()
+        parents = path.absolute().parents
+        # Folders that are missing will be made.
+        with tempfile.TemporaryFile(dir=next(folder for folder in parents if folder.exists())):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InvalidSetting(f"cannot write {path}: {reason}; choose another {option}") from error
+
+
+def words(text: str) -> list[str]:
+    """What is separated by commas, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def numbers(text: str, option: str) -> list[float]:
+    """Numbers that are separated by commas."""
+    try:
+        return [float(word) for word in words(text)]
+    except ValueError as error:
+        raise InvalidSetting(f"{option} {text}: {error}") from error
 
 
 def starting(names: Iterable[str]) -> Callable[[str], list[str]]:

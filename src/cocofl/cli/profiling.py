@@ -7,17 +7,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from cocofl.budget import Budget, bytes_text
-from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import Json, print_json, print_table, right, starting
+from cocofl.cli.printing import Json, check_writable, print_json, print_text_table, starting
 from cocofl.errors import InvalidSetting, OtherHardware
 from cocofl.fl.select import feasible, maximal, nothing_fits
 from cocofl.models import MODELS
@@ -27,8 +25,11 @@ from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
 from cocofl.profiling.sweep import Progress, sweep
 from cocofl.profiling.workspace import Settings
-from cocofl.report.pictures import LEGEND, chain_picture
-from cocofl.span import Blocks
+from cocofl.report.tables import TextTable
+from cocofl.span import Blocks, Role
+
+SIGNS = {Role.FROZEN: "░", Role.TRAINED: "█", Role.PASSING: "▒"}
+LEGEND = "░ frozen   █ trained   ▒ frozen, gradients pass"
 
 
 def profile(
@@ -87,16 +88,11 @@ def profile(
         else:
             _profile(settings, path, fast=fast)
     table = ProfileTable.load(path)
-    _describe(table)
-    if plot is not None:
-        _draw(plot, table, beside or [name for name in shipped() if f"-{model}/" in name], kind)
-
-
-def _describe(table: ProfileTable) -> None:
     print(table.describe())
     if table.error:
-        parts = (f"{key} {value:g}" for key, value in table.error.items())
-        print(f"stated error: {', '.join(parts)}")
+        print("stated error: " + ", ".join(f"{key} {x:g}" for key, x in table.error.items()))
+    if plot is not None:
+        _draw(plot, table, beside or [name for name in shipped() if f"-{model}/" in name], kind)
 
 
 def _draw(plot: Path, table: ProfileTable, more: Sequence[str], kind: str) -> None:
@@ -174,44 +170,42 @@ def select(
     spans = feasible(found, budget)
     if not spans:
         raise nothing_fits(found, budget)
-    best = maximal(spans)
+    best, names = maximal(spans), ("time", "memory", "upload")
+    costs = {span: dict(zip(names, found.row(span), strict=True)) for span in spans}
     if as_json:
         print_json(
             {
                 "table": found.describe(),
                 "budget": str(budget),
-                "feasible": [_span_row(found, span) for span in spans],
+                "feasible": [{"span": str(span), **cost} for span, cost in costs.items()],
                 "maximal": [str(span) for span in best],
             }
         )
         return
-    title = f"{len(spans)} of {len(found)} spans fit {budget}; {len(best)} are maximal (*)"
-    columns = ("time", "memory", "upload")
-    shown = Table("", "span", *(right(name) for name in columns), "chain")
-    for span in spans:
-        cells = (_cell(found, name, value) for name, value in _span_row(found, span).items())
-        shown.add_row("*" if span in best else "", *cells, chain_picture(span, found.n_blocks))
-    print(title)
-    print_table(shown)
-    print(LEGEND)
-    print(found.describe())
+    columns = {
+        "": ["*" if span in best else "" for span in spans],
+        "span": [str(span) for span in spans],
+        **{name: [_cell(found, name, cost[name]) for cost in costs.values()] for name in names},
+        "chain": [chain_picture(span, found.n_blocks) for span in spans],
+    }
+    print(f"{len(spans)} of {len(found)} spans fit {budget}; {len(best)} are maximal (*)")
+    print_text_table(TextTable.of("", columns, (LEGEND, found.describe())))
 
 
-def _span_row(table: ProfileTable, blocks: Blocks) -> dict[str, Any]:
-    time, memory, upload = table.row(blocks)
-    return {"span": str(blocks), "time": time, "memory": memory, "upload": upload}
-
-
-def _cell(table: ProfileTable, name: str, value: Any) -> str:
+def _cell(table: ProfileTable, name: str, value: float) -> str:
     """A fraction, and the amount where the table knows it."""
-    if name == "span":
-        return str(value)
-    full = {
-        "time": table.full_step_s,
-        "memory": table.full_memory_bytes,
-        "upload": table.full_upload_bytes,
-    }[name]
+    full_bytes = {"memory": table.full_memory_bytes, "upload": table.full_upload_bytes}
+    full = full_bytes.get(name, table.full_step_s)
     if full is None:
         return f"{value:.3f}"
     amount = f"{1e3 * value * full:.3g} ms" if name == "time" else bytes_text(value * full)
     return f"{value:.3f} ({amount})"
+
+
+def chain_picture(trained: Blocks, n_blocks: int) -> str:
+    """A chain of which some blocks are trained, one sign per block.
+
+    >>> chain_picture(Blocks("2:4+5:6"), 6)
+    '░░██▒█'
+    """
+    return "".join(SIGNS[role] for role in trained.roles(n_blocks))

@@ -9,22 +9,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import print_table, right, stoppable
-from cocofl.cli.reporting import drawing
-from cocofl.cli.running import ProgressBar
+from cocofl.cli.printing import check_writable, numbers, print_text_table, stoppable, words
+from cocofl.cli.running import ProgressBar, drawing
 from cocofl.errors import InvalidSetting
 from cocofl.fl.strategies import facts_of
 from cocofl.named import names_in, vouch_for
+from cocofl.report.tables import TextTable
 from cocofl.reproduction import collection as collections
 from cocofl.reproduction import plans, profiles, results, tables
 from cocofl.reproduction.collection import Collection
-from cocofl.reproduction.plans import Planned
-from cocofl.reproduction.playing import missing, play
+from cocofl.reproduction.plans import Planned, missing, play
 from cocofl.reproduction.results import Result
-from cocofl.reproduction.tables import TextTable
 from cocofl.runlog import write_text
 
 reproduce_app = typer.Typer(
@@ -35,7 +31,9 @@ reproduce_app = typer.Typer(
 
 OUT = Path("runs/paper")
 Out = Annotated[Path, typer.Option(help="The folder of all runs; tables and figures go there.")]
-Seeds = Annotated[int, typer.Option(min=1, help="How many runs of each, from seed 0.")]
+ALL_STRATEGIES = ",".join(plans.STRATEGY_ORDER)
+FEDERATED = ",".join(n for n in plans.STRATEGY_ORDER if not facts_of(n).all_data_in_one_place)
+Strategies = Annotated[str, typer.Option(help="Strategies, separated by commas.")]
 SeedsBySize = Annotated[
     int | None, typer.Option(min=1, help="How many runs of each; default: 3, 1 if --small.")
 ]
@@ -60,7 +58,6 @@ Listed = Annotated[
 Also = Annotated[
     list[Path] | None, typer.Option(help="A CSV of results of runs that are not here; repeatable.")
 ]
-Limits = Annotated[str | None, typer.Option(help="Limits, separated by commas; default: all.")]
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,7 @@ def table2(
     rows: Annotated[
         str | None, typer.Option(help="Rows, separated by commas; default: all.")
     ] = None,
-    strategies: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(
-        plans.STRATEGY_ORDER
-    ),
+    strategies: Strategies = ALL_STRATEGIES,
     seeds: SeedsBySize = None,
     rounds: Rounds = None,
     table: OwnSpans = None,
@@ -98,22 +93,14 @@ def table2(
 
     Example: cocofl reproduce table2 --rows mobilenet-cifar10-rc --seeds 1
     """
-    files, by_default = _of_size(small)
-    chosen = _words(rows) or list(files.rows)
-    planned = plans.table2(
-        files,
-        rows=chosen,
-        strategies=_words(strategies),
-        seeds=seeds or by_default,
-        rounds=rounds,
-        spans=table,
-        widths=widths,
-    )
-    with_central = [*chosen, *map(collections.on_one_place, chosen)]
+    files, seeds = _of_size(small, seeds)
+    chosen = words(rows or "") or list(files.rows)
+    planned = plans.table2(files, chosen, words(strategies), seeds, rounds, table, widths)
+    with_central = dict.fromkeys([*chosen, *map(collections.on_one_place, chosen)])
     study = Study(
         "table2",
         files,
-        [row for row in dict.fromkeys(with_central) if row in files.rows],
+        [row for row in with_central if row in files.rows],
         planned,
         lambda found: [tables.of_row(files, found, row) for row in chosen],
     )
@@ -126,10 +113,8 @@ def table2(
 @reproduce_app.command()
 def fairness(
     rows: Annotated[str, typer.Option(help="Rows, separated by commas.")] = "mobilenet-cifar10-rc",
-    strategies: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(
-        name for name in plans.STRATEGY_ORDER if not facts_of(name).all_data_in_one_place
-    ),
-    seeds: Seeds = 3,
+    strategies: Strategies = FEDERATED,
+    seeds: Annotated[int, typer.Option(min=1, help="How many runs of each, from seed 0.")] = 3,
     rounds: Rounds = None,
     table: OwnSpans = None,
     widths: OwnWidths = None,
@@ -142,21 +127,12 @@ def fairness(
 
     Example: cocofl reproduce fairness --rows mobilenet-cifar10-rc --seeds 1
     """
-    files, chosen = collections.paper(), _words(rows)
-    planned = plans.table2(
-        files,
-        rows=chosen,
-        strategies=_words(strategies),
-        seeds=seeds,
-        rounds=rounds,
-        spans=table,
-        widths=widths,
-    )
+    files, chosen = collections.paper(), words(rows)
     study = Study(
         "fairness",
         files,
         chosen,
-        planned,
+        plans.table2(files, chosen, words(strategies), seeds, rounds, table, widths),
         lambda found: [tables.fairness(files, found, row) for row in chosen],
         lambda figures, found: [
             file
@@ -167,63 +143,48 @@ def fairness(
     _carry_out(study, out=out, read=read, listed=listed, also=also)
 
 
-@reproduce_app.command()
-def ablation(
-    limits: Limits = None,
-    seeds: SeedsBySize = None,
-    rounds: Rounds = None,
-    small: Small = False,
-    out: Out = OUT,
-    read: Read = False,
-    listed: Listed = False,
-    also: Also = None,
-) -> None:
-    """Freezing, fusion and int8 over the limit of devices, without and with what they save.
+def _over_limits(name: str, default: Sequence[float], plan: Callable[..., list[Planned]]) -> Any:
+    """A command that varies something at every limit of devices."""
 
-    Example: cocofl reproduce ablation --limits 0.25,0.4 --seeds 1
-    """
-    chosen = _numbers(limits) or list(plans.LIMITS)
-    files, by_default = _of_size(small)
-    planned = plans.ablation(files, limits=chosen, seeds=seeds or by_default, rounds=rounds)
-    costs = profiles.tables_of(files.experiment(files.ablation).model.name)
-    study = Study(
-        "ablation",
-        files,
-        [files.ablation],
-        planned,
-        lambda found: [tables.ablation(files, found, chosen)],
-        lambda figures, found: figures.ablation(files, found, chosen, costs, out / "ablation"),
-    )
-    _carry_out(study, out=out, read=read, listed=listed, also=also)
+    def command(
+        limits: Annotated[
+            str | None, typer.Option(help="Limits, separated by commas; default: all.")
+        ] = None,
+        seeds: SeedsBySize = None,
+        rounds: Rounds = None,
+        small: Small = False,
+        out: Out = OUT,
+        read: Read = False,
+        listed: Listed = False,
+        also: Also = None,
+    ) -> None:
+        files, n_seeds = _of_size(small, seeds)
+        chosen = _limits(limits) or list(default)
+        study = Study(
+            name,
+            files,
+            [files.ablation],
+            plan(files, chosen, n_seeds, rounds),
+            lambda found: [getattr(tables, name)(files, found, chosen)],
+            lambda figures, found: getattr(figures, name)(files, found, chosen, out / name),
+        )
+        _carry_out(study, out=out, read=read, listed=listed, also=also)
+
+    return command
 
 
-@reproduce_app.command()
-def selectors(
-    limits: Limits = None,
-    seeds: SeedsBySize = None,
-    rounds: Rounds = None,
-    small: Small = False,
-    out: Out = OUT,
-    read: Read = False,
-    listed: Listed = False,
-    also: Also = None,
-) -> None:
-    """Ways to select what a device trains, over the limit of devices.
+reproduce_app.command(
+    "ablation",
+    help="""Freezing, fusion and int8 over the limit of devices, without and with what they save.
 
-    Example: cocofl reproduce selectors --limits 0.2 --seeds 1
-    """
-    chosen = _numbers(limits) or list(plans.SELECTOR_LIMITS)
-    files, by_default = _of_size(small)
-    planned = plans.selectors(files, limits=chosen, seeds=seeds or by_default, rounds=rounds)
-    study = Study(
-        "selectors",
-        files,
-        [files.ablation],
-        planned,
-        lambda found: [tables.selectors(files, found, chosen)],
-        lambda figures, found: figures.selectors(files, found, chosen, out / "selectors"),
-    )
-    _carry_out(study, out=out, read=read, listed=listed, also=also)
+    Example: cocofl reproduce ablation --limits 0.25,0.4 --seeds 1""",
+)(_over_limits("ablation", plans.LIMITS, plans.ablation))
+reproduce_app.command(
+    "selectors",
+    help="""Ways to select what a device trains, over the limit of devices.
+
+    Example: cocofl reproduce selectors --limits 0.2 --seeds 1""",
+)(_over_limits("selectors", plans.SELECTOR_LIMITS, plans.selectors))
 
 
 @reproduce_app.command()
@@ -240,7 +201,7 @@ def profiling(
     if not costs:
         raise InvalidSetting(f"no table of {model} ships with the package; give one with --table")
     shown = profiles.savings(costs)
-    _print(shown)
+    print_text_table(shown)
     check_writable(out / "profiling.md", "--out")
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "profiling.md", shown.markdown())
@@ -251,9 +212,9 @@ def profiling(
         _say_drawn(figures.profiling(costs, out / f"profiling-{model}"))
 
 
-def _of_size(small: bool) -> tuple[Collection, int]:
-    """The experiment files of a size, and how many seeds of each are run if nothing is said."""
-    return (collections.small(), 1) if small else (collections.paper(), 3)
+def _of_size(small: bool, seeds: int | None) -> tuple[Collection, int]:
+    """The experiment files of a size, and how many seeds of each are run."""
+    return (collections.small(), seeds or 1) if small else (collections.paper(), seeds or 3)
 
 
 def _carry_out(
@@ -277,7 +238,7 @@ def _carry_out(
     found = results.gather(here, elsewhere)
     shown = [one for one in study.tables(found) if one is not None]
     for one in shown:
-        _print(one)
+        print_text_table(one)
     for note in (*notes, *left_out):
         print(note)
     if not shown:
@@ -293,29 +254,13 @@ def _carry_out(
     return found
 
 
-def _print(shown: TextTable) -> None:
-    table = Table(shown.header[0], *map(right, shown.header[1:]), title=shown.title)
-    for line in shown.lines:
-        table.add_row(*line)
-    print_table(table)
-    for note in shown.notes:
-        print(note)
-
-
 def _say_drawn(files: Sequence[Path]) -> None:
     print("figures: " + ", ".join(map(str, files)))
 
 
-def _numbers(text: str | None) -> list[float]:
-    try:
-        numbers = [float(word) for word in _words(text)]
-    except ValueError as error:
-        raise InvalidSetting(f"--limits {text}: {error}") from error
-    for number in numbers:
-        if not 0 < number <= 1:
-            raise InvalidSetting(f"--limits {text}: {number:g} is no share; use 0.2 to 1")
-    return numbers
-
-
-def _words(text: str | None) -> list[str]:
-    return [word.strip() for word in (text or "").split(",") if word.strip()]
+def _limits(text: str | None) -> list[float]:
+    limits = numbers(text or "", "--limits")
+    for limit in limits:
+        if not 0 < limit <= 1:
+            raise InvalidSetting(f"--limits {text}: {limit:g} is no share; use 0.2 to 1")
+    return limits

@@ -1,8 +1,10 @@
-"""``cocofl run``, ``compare`` and ``evaluate``: federated simulation."""
+"""``cocofl run``, ``compare``, ``evaluate`` and ``report``: federated simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -11,22 +13,29 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from cocofl.budget import bytes_text
-from cocofl.cli.outputs import check_writable
-from cocofl.cli.printing import Json, Trust, print_json, print_table, right, stoppable
-from cocofl.cli.reporting import report_of
-from cocofl.comparison import Comparison, Row
+from cocofl.cli.printing import (
+    Json,
+    Trust,
+    check_writable,
+    numbers,
+    print_json,
+    print_text_table,
+    stoppable,
+    words,
+)
 from cocofl.comparison import compare as compare_strategies
 from cocofl.config import Experiment, parse_value
 from cocofl.engine.rounds import Watcher
-from cocofl.errors import InvalidExperiment
+from cocofl.errors import CocoflError, InvalidExperiment, InvalidSetting
 from cocofl.experiment import Run, evaluate_run, simulate
-from cocofl.fl.strategies import STRATEGIES, facts_of
-from cocofl.fl.strategies.facts import BASELINE, PROPOSED
+from cocofl.fl.metrics import metric
+from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import EVERYTHING, names_in, vouch_for
-from cocofl.runlog import FATES
+from cocofl.report.findings import summary
+from cocofl.report.runs import Scene, arrange, find_runs
+from cocofl.report.tables import TextTable, highlights, margins_text, summary_table
+from cocofl.runlog import FATES, RoundRecord, metric_names, scores_by_name
 from cocofl.trackers import tracker
 
 File = Annotated[
@@ -50,6 +59,7 @@ QUICK = {
     "evaluation.every": 10,
     "evaluation.statistics": "batch",
 }
+QUICK_GRID = [0.1, 0.3, 1.0]
 
 
 def run(
@@ -84,15 +94,18 @@ def run(
         check_writable(path, "--out")
     with stoppable(path, "the same command with --resume"), ProgressBar(experiment) as bar:
         watchers: list[Watcher] = [bar, *(tracker(name, experiment, path) for name in track or [])]
-        play = _flower() if experiment.engine.kind == "flower" else simulate
+        on_flower = experiment.engine.kind == "flower"
+        play = needs_flower("simulation").simulate if on_flower else simulate
         done = play(experiment, out=path, resume=resume, watchers=watchers)
-    drawn = report_of(done.path) if page else None
+    drawn = report_of(done.path) if page else ""
     if as_json:
         print_json({"run": str(done.path), **_summary(done)})
         return
-    _print_summary(done)
-    if drawn:
-        print(drawn)
+    (scene,) = arrange([done])
+    title = f"{experiment.name}: {experiment.strategy.name}"
+    served = (f"table: {one}" for one in done.folder.about["tables"].values())
+    notes = (*served, f"run folder: {done.path}", *filter(None, [drawn]))
+    print_text_table(TextTable("", (title, ""), tuple(highlights(scene).items()), notes))
 
 
 def compare(
@@ -114,33 +127,40 @@ def compare(
     page: Page = True,
     as_json: Json = False,
 ) -> None:
-    """Compare strategies over several seeds: accuracy overall and per group, mean ± std.
+    """Compare strategies over several seeds: how good they are overall and per group, mean ± std.
 
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
     experiment = read_experiment(file, changes, QUICK if file is None else {})
-    vouch_for(*_words(strategies))
+    vouch_for(*words(strategies))
+    grid = QUICK_GRID if lr_grid is None and file is None else numbers(lr_grid or "", "--lr-grid")
     if not out.exists():
         check_writable(out, "--out")
     with stoppable(out, "the same command with --resume"), ProgressBar(experiment) as bar:
         comparison = compare_strategies(
             experiment,
-            strategies=_words(strategies),
+            strategies=words(strategies),
             seeds=range(experiment.seed, experiment.seed + seeds),
-            splits=_words(splits) if splits else (["rc", "iid"] if file is None else None),
-            lr_grid=_grid(lr_grid, default=file is None),
+            splits=words(splits) if splits else (["rc", "iid"] if file is None else None),
+            lr_grid=grid,
             out=out,
             resume=resume,
             watchers=[bar],
             announce=bar.announce,
         )
-    drawn = report_of(out) if page else None
+    drawn = report_of(out) if page else ""
+    scenes = arrange(comparison.runs)
     if as_json:
-        print_json(comparison.to_dict())
+        rows = [row for scene in scenes for row in _rows(scene)]
+        print_json({"path": str(out), "lr_grid": grid, "rows": rows})
         return
-    _print_comparison(comparison)
-    if drawn:
-        print(drawn)
+    for scene in scenes:
+        print_text_table(summary_table(scene, costs=False))
+    leads = [f"{one.title}: {text}" for one in scenes if (text := margins_text(one))]
+    served = [f"table of {name}: {table}" for name, table in comparison.tables.items()]
+    tried = ", ".join(f"{lr:g}" for lr in grid)
+    chosen = f"learning rate: for each strategy and split the best of {tried}, by another seed"
+    print("\n".join([*leads, *served, *[chosen] * bool(grid), f"runs: {out}", drawn]).rstrip())
 
 
 def evaluate(
@@ -171,16 +191,85 @@ def evaluate(
     if as_json:
         print_json(found)
         return
-    table = Table("", right("accuracy"))
-    table.add_row("all", f"{found['accuracy']:.1%}")
-    for group, accuracy in found["group_accuracy"].items():
-        table.add_row(group, f"{accuracy:.1%}")
-    print_table(table)
-    print(f"macro F1 {found['f1']:.3f}")
+    metrics = Run.open(path).facts_of(found)
+    groups = {one.name: scores_by_name(found, f"group_{one.name}") for one in metrics}
+    rows = {"all": found, **{group: {} for of_one in groups.values() for group in of_one}}
+    columns = {"": list(rows)}
+    for one in metrics:
+        values = {"all": found[one.name], **groups[one.name]}
+        columns[one.name] = [one.text(values[row]) if row in values else "" for row in rows]
+    print_text_table(TextTable.of("", columns))
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; default: report.html in the first folder.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="A folder for the figures as PNG and SVG.")
+    ] = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Write a page about one run, several, or a comparison: one file, nothing to install.
+
+    Example: cocofl report runs/comparison --figures figures
+    """
+    vouch_for(*[EVERYTHING] * trust)
+    if out is not None and out.is_dir():
+        raise InvalidSetting(f"{out} is a folder; expected the name of a page, like page.html")
+    check_writable(out or runs[0] / "report.html", "--out")
+    if figures is not None:
+        check_writable(figures / "accuracy.png", "--figures")
+    found = find_runs(runs)
+    with drawing():
+        # Drawing takes longer to import than everything else here, and is an extra.
+        from cocofl.report.writing import write_report  # noqa: PLC0415
+
+        page = write_report(found, out or runs[0] / "report.html")
+        drawn: list[Path] = []
+        if figures is not None:
+            from cocofl.report.figures import save_figures  # noqa: PLC0415
+
+            drawn = save_figures(found, figures)
+    if as_json:
+        scenes = [{"scene": one.title, "rows": _rows(one)} for one in arrange(found)]
+        print_json({"page": str(page), "figures": [str(path) for path in drawn], "scenes": scenes})
+        return
+    print(f"report: {page}")
+    if drawn:
+        print(f"figures: {len(drawn)} files in {figures}")
+
+
+def report_of(path: Path) -> str:
+    """Write the page of a folder that was just made, and say where it is.
+
+    The runs are done and safe: that no page can be drawn is said, not raised.
+    """
+    try:
+        with drawing():
+            from cocofl.report.writing import write_report  # noqa: PLC0415
+
+            return f"report: {write_report(find_runs([path]), path / 'report.html')}"
+    except (CocoflError, OSError) as error:
+        return f"no report: {error}"
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Say how to get the libraries that draw, where they are missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or str(error)).partition(".")[0]
+        raise InvalidSetting(
+            f"a report needs the library {library}: pip install 'cocofl[report]'"
+        ) from error
 
 
 class ProgressBar:
-    """Rounds, accuracy and time left, on a terminal; silent elsewhere."""
+    """Rounds, the first metric and time left, on a terminal; silent elsewhere."""
 
     def __init__(self, experiment: Experiment) -> None:
         console = Console(stderr=True)
@@ -192,10 +281,10 @@ class ProgressBar:
             console=console,
             disable=not console.is_terminal,
         )
-        self._rounds = experiment.rounds
         self._name = experiment.strategy.name
         self._task = self._bar.add_task(self._name, total=experiment.rounds)
-        self._accuracy = ""
+        self._headline = metric(experiment.evaluation.metrics[0]).facts
+        self._found = ""
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()
@@ -206,18 +295,14 @@ class ProgressBar:
 
     def announce(self, name: str, rounds: int) -> None:
         """Another run begins."""
-        self._name, self._rounds, self._accuracy = name, rounds, ""
+        self._name, self._found = name, ""
         self._bar.reset(self._task, total=rounds, description=name)
 
-    def on_round(self, record: Mapping[str, Any]) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         """Move on."""
-        if "accuracy" in record:
-            self._accuracy = f" {record['accuracy']:.1%}"
-        self._bar.update(
-            self._task,
-            completed=record["round"],
-            description=f"{self._name}{self._accuracy}",
-        )
+        self._found = " ".join(self._headline.found_in(record.scores)) or self._found
+        description = f"{self._name} {self._found}".rstrip()
+        self._bar.update(self._task, completed=record.round, description=description)
 
     def on_end(self) -> None:
         """Nothing is left to show."""
@@ -238,102 +323,28 @@ def read_experiment(
     return experiment
 
 
-def _flower() -> Callable[..., Run]:
-    """Flower is an extra, and slow to import: only who asks for it needs it."""
+def needs_flower(name: str) -> Any:
+    """A module of ours. Flower is an extra, and slow to import: only who asks for it needs it."""
     try:
-        on_flower: Callable[..., Run] = import_module("cocofl.flower.simulation").simulate
+        return import_module(f"cocofl.flower.{name}")
     except ModuleNotFoundError as error:
-        raise InvalidExperiment(
-            f"engine.kind is flower, which needs {error.name}: pip install 'cocofl[flower]'"
-        ) from error
-    return on_flower
+        raise InvalidExperiment(f"this needs {error.name}: pip install 'cocofl[flower]'") from error
 
 
-def _words(text: str) -> list[str]:
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
-def _grid(text: str | None, *, default: bool) -> list[float] | None:
-    if text is None:
-        return [0.1, 0.3, 1.0] if default else None
-    try:
-        return [float(word) for word in _words(text)] or None
-    except ValueError as error:
-        raise InvalidExperiment(f"--lr-grid {text}: {error}") from error
+def _rows(scene: Scene) -> list[dict[str, Any]]:
+    return [asdict(summary(line)) for line in scene.lines]
 
 
 def _summary(done: Run) -> dict[str, Any]:
-    rounds, final = done.rounds, done.final
+    rounds, scores = done.rounds, done.final.scores
+    by_group = f"group_{done.metrics[0].name}"
     return {
         "strategy": done.experiment.strategy.name,
         "rounds": len(rounds),
-        "accuracy": final["accuracy"],
-        "f1": final["f1"],
-        "group_accuracy": final["group_accuracy"],
-        "simulated_s": sum(record["simulated_s"] for record in rounds),
-        "bytes_up": sum(record["bytes_up"] for record in rounds),
-        **{status: sum(record[status] for record in rounds) for status in FATES},
+        **{name: scores[name] for name in metric_names(scores)},
+        by_group: scores_by_name(scores, by_group),
+        "simulated_s": sum(record.simulated_s for record in rounds),
+        "bytes_up": sum(record.bytes_up for record in rounds),
+        **{fate: sum(record.count(fate) for record in rounds) for fate in FATES},
         "tables": done.folder.about["tables"],
     }
-
-
-def _print_summary(done: Run) -> None:
-    found = _summary(done)
-    table = Table(f"{done.experiment.name}: {found['strategy']}", right(""))
-    table.add_row("accuracy", f"{found['accuracy']:.1%}")
-    table.add_row("macro F1", f"{found['f1']:.3f}")
-    for group, accuracy in found["group_accuracy"].items():
-        table.add_row(f"accuracy of {group}", f"{accuracy:.1%}")
-    table.add_row("simulated time", f"{found['simulated_s']:.1f} s")
-    table.add_row("uploaded", bytes_text(found["bytes_up"]))
-    for status in FATES:
-        if found[status]:
-            table.add_row(f"updates {status}", str(found[status]))
-    print_table(table)
-    for served in found["tables"].values():
-        print(f"table: {served}")
-    print(f"run folder: {done.path}")
-
-
-def _print_comparison(comparison: Comparison) -> None:
-    groups = comparison.groups
-    for split in comparison.splits:
-        title = f"{split}, {comparison.seeds} seeds, accuracy in %, mean ± std"
-        table = Table("strategy", right("lr"), right("all"), *map(right, groups), title=title)
-        for row in comparison.rows:
-            if row.split == split:
-                cells = (_mean(row.groups[group]) for group in groups)
-                table.add_row(row.strategy, f"{row.lr:g}", _mean(row.accuracy), *cells)
-        print_table(table)
-    for line in best_rivals(comparison):
-        print(line)
-    for strategy, served in comparison.tables.items():
-        print(f"table of {strategy}: {served}")
-    if comparison.lr_grid:
-        grid = ", ".join(f"{lr:g}" for lr in comparison.lr_grid)
-        print(f"learning rate: for each strategy and split the best of {grid}, by another seed")
-    print(f"runs: {comparison.path}")
-
-
-def best_rivals(comparison: Comparison) -> list[str]:
-    """One line per split: how far what is proposed is ahead of the others that obey budgets."""
-    lines = []
-    for split in comparison.splits:
-        rows = {row.strategy: row for row in comparison.rows if row.split == split}
-        facts = {name: facts_of(name) for name in rows}
-        in_order = sorted(rows, key=lambda name: facts[name].order)
-        rivals = [name for name in in_order if facts[name].role == BASELINE]
-        for name in in_order if rivals else ():
-            if facts[name].role == PROPOSED:
-                leads = (f"{rival} {_ahead(rows[name], rows[rival]):+.1f}" for rival in rivals)
-                who = facts[name].label or name
-                lines.append(f"{split}: {who} ahead, in points: {', '.join(leads)}")
-    return lines
-
-
-def _ahead(one: Row, other: Row) -> float:
-    return 100 * (one.accuracy[0] - other.accuracy[0])
-
-
-def _mean(pair: tuple[float, float]) -> str:
-    return f"{100 * pair[0]:.1f} ± {100 * pair[1]:.1f}"

@@ -78,7 +78,7 @@ class Job:
 class Watcher(Protocol):
     """Is told of every round: progress bars, trackers. It cannot change what happens."""
 
-    def on_round(self, record: Record) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         """A round has been written down."""
 
     def on_end(self) -> None:
@@ -324,13 +324,12 @@ class RunInProgress:
     def settle(self, state: ServerState, record: RoundRecord, timing: Record) -> None:
         """Write a round down."""
         self.state = state
-        written = record.to_json()
-        self.folder.append(written, timing)
+        self.folder.append(record, timing)
         self.next_round += 1
         if self.next_round % self.job.checkpoint_every == 0 and not self.is_over:
             self.folder.save_checkpoint(self.next_round, self.state.flat())
         for watcher in self._watchers:
-            watcher.on_round(written)
+            watcher.on_round(record)
         if self.is_over:  # at once: one that has fewer rounds left need not wait for others
             self.folder.save_model(self.state.tensors, self.job.rounds)
             for watcher in self._watchers:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from cocofl.config import Experiment
@@ -17,11 +18,34 @@ from cocofl.engine.rounds import Watcher, evaluate, run
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment.engines import engine_kind, machine_plan, make_executor, remember_plan
 from cocofl.experiment.setup import Setup
-from cocofl.fl.metrics import STATISTICS
+from cocofl.fl.metrics import MetricFacts, recorded_metric
 from cocofl.fl.strategies import NEEDS_NOTHING
 from cocofl.freeze import KernelPlan, State
 from cocofl.named import names_in, refuse_untrusted
-from cocofl.runlog import RunFolder, only_writer
+from cocofl.runlog import RoundRecord, RunFolder, Scores, metric_names, only_writer
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation over seeds; no deviation for a single one."""
+
+    mean: float
+    std: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of one value per seed."""
+        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        return cls(float(np.mean(values)), std)
+
+    def text(self, metric: MetricFacts) -> str:
+        """For a table, below the metric's heading.
+
+        >>> Spread.of([0.5, 0.7]).text(MetricFacts("f1", is_share=True))
+        '60.0 ± 14.1'
+        """
+        spread = "" if self.std is None else f" ± {metric.number(self.std)}"
+        return f"{metric.number(self.mean)}{spread}"
 
 
 @dataclass(frozen=True)
@@ -46,29 +70,38 @@ class Run:
         return Experiment.load(self.path / "experiment.toml")
 
     @cached_property
-    def rounds(self) -> list[dict[str, Any]]:
+    def rounds(self) -> list[RoundRecord]:
         """One record per round, as in ``metrics.jsonl``."""
-        return self.folder.metrics()
+        return self.folder.rounds()
 
     @property
-    def evaluated(self) -> list[dict[str, Any]]:
+    def evaluated(self) -> list[RoundRecord]:
         """The records of rounds after which the model was tested."""
-        return [record for record in self.rounds if "accuracy" in record]
+        return [record for record in self.rounds if record.scores]
 
     @property
-    def final(self) -> dict[str, Any]:
-        """The last record with an accuracy."""
+    def final(self) -> RoundRecord:
+        """The last round after which the model was tested."""
         found = self.evaluated
         if not found:
             raise InvalidExperiment(f"{self.path} has not been evaluated yet")
         return found[-1]
 
     @property
-    def final_by_statistics(self) -> dict[str, dict[str, Any]]:
+    def final_by_statistics(self) -> dict[str, Scores]:
         """The last evaluation with each kind of norm statistics that the end was tested with."""
-        final, own = self.final, self.experiment.evaluation.statistics
-        others = {kind: final.get(f"{kind}_statistics") for kind in STATISTICS if kind != own}
-        return {own: final} | {kind: found for kind, found in others.items() if found}
+        return {self.experiment.evaluation.statistics: self.final.scores, **self.final.other_scores}
+
+    @cached_property
+    def metrics(self) -> list[MetricFacts]:
+        """What its model was tested for, by what is compared first; nothing is imported."""
+        return self.facts_of(self.final.scores)
+
+    def facts_of(self, scores: Scores) -> list[MetricFacts]:
+        """The metrics among scores of this run's model, as its folder describes them."""
+        known = self.folder.about.get("metrics")
+        kept = known if isinstance(known, dict) else {}
+        return [recorded_metric(name, kept.get(name)) for name in metric_names(scores)]
 
     @property
     def state(self) -> State:
@@ -115,7 +148,7 @@ def evaluate_run(
     *,
     changes: Mapping[str, Any] | None = None,
     executor: Executor | None = None,
-) -> dict[str, Any]:
+) -> Scores:
     """Test a run's model, also on other data or with other statistics (``changes``)."""
     found = Run.open(path)
     # No strategy is played, and the run's tables may lie on the machine that made it.

@@ -41,7 +41,7 @@ from cocofl.fl.strategies import STRATEGIES, Strategy, facts_of
 from cocofl.freeze import State, chain_state, check_state
 from cocofl.named import lookup, nearest
 from cocofl.profiling.subject import Subject
-from cocofl.runlog import read_state
+from cocofl.runlog import check_metric_names, read_state
 from cocofl.source import source_commit
 
 CENTRAL_SPEEDUP = 10
@@ -88,6 +88,7 @@ class Setup:
                 experiment.upload.codec,
             )
         )
+        check_metric_names([one.name for one in self.workshop.tally.metrics])
         self.materials = self.workshop.materials
         self.chain: BlockChain = self.workshop.chain()
         self._check_shapes()
@@ -157,6 +158,7 @@ class Setup:
             "engine": engine_kind(self.experiment),
             "strategy": self.experiment.strategy.name,
             "strategy_facts": asdict(self.facts),
+            "metrics": {one.name: asdict(one.facts) for one in self.workshop.tally.metrics},
             "tables": dict(self.tables.served),
             "model_blocks": len(self.chain),
             "samples_left_over": len(self.partition.remainder),

@@ -7,7 +7,8 @@ one's own is a ``package.module:function`` that returns a :class:`Metric`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cocofl.checks import check_choice, check_number
+from cocofl.errors import InvalidExperiment
 from cocofl.named import made_by_name
 
 Floats = NDArray[np.float64]
@@ -42,12 +44,58 @@ class Evaluation:
     statistics: str = "running"
     """BatchNorm's: those that training left (``running``), or those of each test ``batch``."""
     metrics: tuple[str, ...] = ("accuracy", "f1")
-    """What the model is judged by: names, or one's own as ``package.module:function``."""
+    """What the model is judged by: names, or one's own as ``package.module:function``.
+
+    By the first runs are compared, learning rates chosen and curves drawn.
+    """
 
     def __post_init__(self) -> None:
         check_number("evaluation.every", self.every, least=1)
         check_number("evaluation.batch", self.batch, least=1)
         check_choice("evaluation.statistics", self.statistics, STATISTICS)
+        if not self.metrics:
+            raise InvalidExperiment("evaluation.metrics is empty; name at least one, like accuracy")
+
+
+@dataclass(frozen=True)
+class MetricFacts:
+    """What a reader of results must know of a metric; run folders hold it, as none is imported."""
+
+    name: str
+    higher_is_better: bool = True
+    is_share: bool = False
+
+    @property
+    def scale(self) -> float:
+        """By what a value is multiplied to be shown."""
+        return 100.0 if self.is_share else 1.0
+
+    @property
+    def heading(self) -> str:
+        """Of a column, or beside an axis."""
+        return f"{self.name} / %" if self.is_share else self.name
+
+    def number(self, value: float) -> str:
+        """A value below its heading.
+
+        >>> MetricFacts("f1", is_share=True).number(0.5), MetricFacts("perplexity").number(12.3456)
+        ('50.0', '12.35')
+        """
+        return f"{self.scale * value:.1f}" if self.is_share else f"{value:.4g}"
+
+    def text(self, value: float) -> str:
+        """A value in a sentence."""
+        return f"{self.number(value)} %" if self.is_share else self.number(value)
+
+    def found_in(self, scores: Mapping[str, Any]) -> list[str]:
+        """Its name and value, where a model was tested."""
+        return [f"{self.name} {self.text(scores[self.name])}"] if self.name in scores else []
+
+    def merit(self, value: float) -> float:
+        """Larger where it is better; a model that gives no number is the worst."""
+        if math.isnan(value):
+            return -math.inf
+        return value if self.higher_is_better else -value
 
 
 @dataclass(frozen=True)
@@ -68,6 +116,11 @@ class Metric:
     """Whether it counts every pair of classes: labels are classes then, and not too many."""
     capturable: bool = False
     """Whether ``sums`` may be captured in a CUDA graph: it asks no tensor for its values."""
+
+    @property
+    def facts(self) -> MetricFacts:
+        """What is kept beside its values."""
+        return MetricFacts(self.name, self.higher_is_better, self.is_share)
 
 
 def confusion(outputs: Tensor, labels: Tensor, classes: int) -> Tensor:
@@ -160,6 +213,21 @@ METRICS: dict[str, Callable[[], Metric]] = {
 def metric(name: str) -> Metric:
     """A metric by its name in the experiment."""
     return made_by_name(name, METRICS, "metric", Metric)
+
+
+def recorded_metric(name: str, content: Any = None) -> MetricFacts:
+    """The facts of a metric by the name of its values, as a run folder has them.
+
+    Where it has none, those of ours of that name; of another: a plain number, more is better.
+
+    >>> recorded_metric("test_loss").higher_is_better, recorded_metric("mine").is_share
+    (False, False)
+    """
+    if isinstance(content, Mapping):
+        lower = content.get("higher_is_better") is False
+        return MetricFacts(name, not lower, content.get("is_share") is True)
+    ours = {one.name: one.facts for one in map(metric, METRICS)}
+    return ours.get(name, MetricFacts(name))
 
 
 class Tally:

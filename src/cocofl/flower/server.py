@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flwr.app import Context, Message, MessageType
@@ -24,14 +23,14 @@ from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.engine.rounds import Job, Judge, Verdict, run
 from cocofl.errors import InvalidExperiment, RejectedUpdate
 from cocofl.experiment import Setup, open_folder
-from cocofl.fl.metrics import Populations
+from cocofl.fl.metrics import MetricFacts, Populations
 from cocofl.fl.state import ServerState
 from cocofl.flower.records import Reply, ask, read_update, request, shared_facts, state_record
 from cocofl.flower.settings import Deployment, alike_devices, check_experiment, read_run_config
 from cocofl.flower.updates import Contract
 from cocofl.freeze import KernelPlan
 from cocofl.rng import stream
-from cocofl.runlog import FATES, Record, RunFolder
+from cocofl.runlog import FATES, RoundRecord, RunFolder
 
 logger = logging.getLogger("flwr")  # what is said here is in the log that `flwr log` shows
 
@@ -55,15 +54,21 @@ def serve(server: Server, folder: RunFolder) -> None:
     """Every round is kept as soon as it is finished: whoever resumes has lost none."""
     if not folder.is_complete:
         folder.write_about(server.setup.about())
-        run([(server.job, folder)], server, KernelPlan(), [_Log()])
+        log = _Log(server.job.workshop.tally.metrics[0].facts)
+        run([(server.job, folder)], server, KernelPlan(), [log])
 
 
 class _Log:
     """Says how rounds went."""
 
-    def on_round(self, record: Record) -> None:
-        logger.info("round %s: %s", record["round"], _summary(record))
-        for node, reason in record["reasons"]:
+    def __init__(self, headline: MetricFacts) -> None:
+        self._headline = headline
+
+    def on_round(self, record: RoundRecord) -> None:
+        counts = [f"{n} {fate}" for fate in FATES if (n := record.count(fate))]
+        said = [*(counts or ["nobody answered"]), *self._headline.found_in(record.scores)]
+        logger.info("round %s: %s", record.round, ", ".join(said))
+        for node, reason in record.reasons or ():
             logger.warning("node %s: %s", node, reason)
 
     def on_end(self) -> None:
@@ -162,9 +167,3 @@ def _of_a_network(job: Job, judge: Judge) -> Job:
         checkpoint_every=1,
         judge=judge,
     )
-
-
-def _summary(record: dict[str, Any]) -> str:
-    counts = ", ".join(f"{record[status]} {status}" for status in FATES if record[status])
-    accuracy = f", accuracy {record['accuracy']:.3f}" if "accuracy" in record else ""
-    return (counts or "nobody answered") + accuracy

@@ -13,7 +13,7 @@ from cocofl.flower.app import run_config, write_app
 from cocofl.flower.loopback import DeploymentFailed, Loopback
 from cocofl.flower.settings import Deployment
 from cocofl.named import names_in
-from cocofl.runlog import Record, RunFolder
+from cocofl.runlog import RoundRecord, RunFolder
 
 # A strong, a medium and a weak device, and so on in turn.
 BUDGETS = (1.0, 2 / 3, 1 / 3)
@@ -27,7 +27,7 @@ def try_out(
     supernodes: int = 3,
     secure: bool = False,
     deployment: Deployment | None = None,
-    on_round: Callable[[Record], None] = lambda _: None,
+    on_round: Callable[[RoundRecord], None] = lambda _: None,
 ) -> Run:
     """Start a SuperLink and SuperNodes, run the experiment on them, and end them again."""
     settings = replace(
@@ -55,14 +55,14 @@ def await_run(
     network: Loopback,
     run_id: int,
     path: Path,
-    on_round: Callable[[Record], None] = lambda _: None,
+    on_round: Callable[[RoundRecord], None] = lambda _: None,
 ) -> None:
     """Wait until a run is complete, telling of each round; an error if it ends otherwise."""
     folder = RunFolder(path)
     told, ask_at = 0, time.monotonic() + _ASK_S
     while True:
         complete = folder.is_complete
-        for record in folder.metrics()[told:]:
+        for record in folder.rounds()[told:]:
             on_round(record)
             told += 1
             ask_at = time.monotonic() + _ASK_S  # a run that gets on need not be asked how it is

@@ -16,18 +16,18 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
+from cocofl.fl.metrics import MetricFacts
 from cocofl.profiling import ProfileTable
-from cocofl.report.findings import Curve, Row, Trained
-from cocofl.report.palette import group_colour
-from cocofl.report.runs import Line
-from cocofl.report.sources import Holdings
+from cocofl.report.findings import Curve, Trained, summary
+from cocofl.report.palette import KIND_COLOURS, group_colour, kind_of
+from cocofl.report.runs import Line, Scene
+from cocofl.report.sources import Holdings, printable
 
 POINTS = 600
 """How many points of a curve are drawn at most; see :func:`~cocofl.report.findings.thin`."""
 BUBBLES = 2400
 """How many bubbles are drawn at most."""
 
-KIND_COLOURS = {"qff": "#0072B2", "ff": "#009E73", "f": "#E69F00", "width": "#D55E00"}
 KIND_SYMBOLS = {"qff": "circle", "ff": "square", "f": "triangle-up", "width": "x"}
 
 
@@ -43,26 +43,34 @@ AXES = {
 }
 
 
-def accuracy_chart(
-    lines: Sequence[Line], curves: Sequence[Curve], colours: Mapping[str, str], axis: str
+def curve_chart(
+    lines: Sequence[Line],
+    curves: Sequence[Curve],
+    colours: Mapping[str, str],
+    axis: str,
+    group: str | None = None,
 ) -> go.Figure:
-    """Accuracy of every line over rounds, simulated seconds or uploaded bytes.
+    """The metric of every line over rounds, simulated seconds or uploaded bytes; or a group's.
 
     The band reaches from the worst to the best seed. Training with all data in one place has no
     rounds, devices or uploads: it is a level.
     """
     title, where = AXES[axis]
-    figure = go.Figure()
+    metric, figure = lines[0].metric, go.Figure()
+    unit = " %" if metric.is_share else ""
+    pairs = list(zip(lines, curves, strict=True))
     # Before anything is trained, everybody is at the same place; a curve begins at its first test.
-    ends = [_axis(one, axis)[-1] for line, one in _pairs(lines, curves) if not _is_level(line)]
-    for line, one in _pairs(lines, curves):
+    ends = [_axis(one, axis)[-1] for line, one in pairs if not _is_level(line)]
+    for line, one in pairs:
         colour, name = colours[line.label], escape(line.label)
+        x, y = (
+            _rounded(_axis(one, axis)),
+            _rounded(metric.scale * (one.mean if group is None else one.groups[group])),
+        )
         if _is_level(line):
-            x, y = [0, max(ends, default=1)], [_percent(one.mean[-1:])[0]] * 2
-        else:
-            x, y = _rounded(_axis(one, axis)), _percent(one.mean)
-            if len(line.runs) > 1:
-                figure.add_trace(_band(x, one, line, colour))
+            x, y = [0, max(ends, default=1)], [y[-1]] * 2
+        elif group is None and len(line.runs) > 1:
+            figure.add_trace(_band(x, one, line, colour))
         figure.add_trace(
             go.Scatter(
                 x=x,
@@ -71,59 +79,33 @@ def accuracy_chart(
                 mode="lines+markers" if len(x) < 30 and not _is_level(line) else "lines",
                 line={"color": colour, "width": 2, "dash": "dash" if line.is_bound else "solid"},
                 marker={"size": 5},
-                hovertemplate=f"<b>{name}</b> %{{y:.1f}} %<br>{where}<extra></extra>",
+                hovertemplate=f"<b>{name}</b> %{{y:.4g}}{unit}<br>{where}<extra></extra>",
                 meta={"line": line.label},
             )
         )
     figure.update_xaxes(title=title, rangemode="tozero")
-    figure.update_yaxes(title="accuracy / %", rangemode="tozero")
+    if group is None:
+        figure.update_yaxes(title=escape(metric.heading), rangemode="tozero")
+    else:
+        of_group = f"{metric.name} of {group}{' / %' if metric.is_share else ''}"
+        figure.update_yaxes(title=escape(of_group), **_whole_scale(metric, 100))
     return figure
 
 
-def group_chart(
-    lines: Sequence[Line], curves: Sequence[Curve], colours: Mapping[str, str], group: str
-) -> go.Figure:
-    """What one group's devices see, over the rounds."""
-    figure = go.Figure()
-    for line, one in _pairs(lines, curves):
-        name, values = escape(line.label), one.groups[group]
-        x, y = _rounded(one.rounds), _percent(values)
-        if _is_level(line):
-            last = max((int(c.rounds[-1]) for c in curves), default=1)
-            x, y = [0, last], [y[-1]] * 2
-        figure.add_trace(
-            go.Scatter(
-                x=x,
-                y=y,
-                name=name,
-                mode="lines",
-                line={
-                    "color": colours[line.label],
-                    "width": 2,
-                    "dash": "dash" if line.is_bound else "solid",
-                },
-                hovertemplate=f"<b>{name}</b> %{{y:.1f}} %<br>round %{{x}}<extra></extra>",
-                meta={"line": line.label},
-            )
-        )
-    figure.update_xaxes(title="round", rangemode="tozero")
-    figure.update_yaxes(title=f"accuracy of {escape(group)} / %", range=[0, 100])
-    return figure
-
-
-def fairness_chart(rows: Sequence[Row], groups: Sequence[str]) -> go.Figure:
-    """The final accuracy of each group under each line: the paper's fairness figure."""
-    figure = go.Figure()
-    for index, group in enumerate(groups):
+def fairness_chart(scene: Scene) -> go.Figure:
+    """What each group finally has under each line: the paper's fairness figure."""
+    figure, metric = go.Figure(), scene.metric
+    rows = [summary(line) for line in scene.lines]
+    for index, group in enumerate(scene.groups):
         for row in rows:
             found, name = row.groups[group], escape(row.label)
             figure.add_trace(
                 go.Bar(
                     x=[name],
-                    y=_percent(np.array([found.mean])),
+                    y=_rounded(np.array([metric.scale * found.mean])),
                     error_y={
                         "type": "data",
-                        "array": [round(100 * (found.std or 0.0), 2)],
+                        "array": [metric.scale * (found.std or 0.0)],
                         "visible": found.std is not None,
                         "thickness": 1,
                         "width": 3,
@@ -134,14 +116,19 @@ def fairness_chart(rows: Sequence[Row], groups: Sequence[str]) -> go.Figure:
                     offsetgroup=str(index),
                     marker={"color": group_colour(index)},
                     hovertemplate=(
-                        f"<b>{name}</b><br>{escape(group)}: {found.percent()} %<extra></extra>"
+                        f"<b>{name}</b><br>{escape(group)}: {found.text(metric)}<extra></extra>"
                     ),
                     meta={"line": row.label},
                 )
             )
     figure.update_layout(barmode="group", showlegend=True)
-    figure.update_yaxes(title="accuracy / %", range=[0, 104])
+    figure.update_yaxes(title=escape(metric.heading), **_whole_scale(metric, 104))
     return figure
+
+
+def _whole_scale(metric: MetricFacts, top: float) -> dict[str, Any]:
+    """A share is shown on the whole scale, so that charts side by side compare."""
+    return {"range": [0, top]} if metric.is_share else {"rangemode": "tozero"}
 
 
 def trained_chart(found: Trained) -> go.Figure:
@@ -172,12 +159,9 @@ def trained_chart(found: Trained) -> go.Figure:
 
 def bubbles_chart(held: Holdings) -> tuple[go.Figure, str]:
     """Device × class, area = samples, colour = group; and a note where devices are left out."""
-    order = np.argsort(held.group_of, kind="stable")
-    room = max(1, BUBBLES // max(1, len(held.class_names)))
-    shown = order
-    if len(order) > room:
-        shown = order[np.linspace(0, len(order) - 1, room).astype(np.int64)]
+    shown = held.shown(max(1, BUBBLES // max(1, len(held.class_names))))
     largest = max(int(held.counts.max(initial=1)), 1)
+    names = [escape(printable(name)) for name in held.class_names]
     figure = go.Figure()
     for index, group in enumerate(held.group_names):
         places = np.flatnonzero(held.group_of[shown] == index)
@@ -186,7 +170,7 @@ def bubbles_chart(held: Holdings) -> tuple[go.Figure, str]:
         figure.add_trace(
             go.Scatter(
                 x=places[device].tolist(),
-                y=[_class_name(held.class_names[i]) for i in label],
+                y=[names[i] for i in label],
                 customdata=np.stack([shown[places][device], samples], axis=1).tolist(),
                 mode="markers",
                 name=escape(group),
@@ -204,7 +188,6 @@ def bubbles_chart(held: Holdings) -> tuple[go.Figure, str]:
                 ),
             )
         )
-    names = [_class_name(name) for name in held.class_names]
     figure.update_xaxes(title="device, by group", showticklabels=False, zeroline=False)
     figure.update_yaxes(
         title="class",
@@ -214,7 +197,8 @@ def bubbles_chart(held: Holdings) -> tuple[go.Figure, str]:
         range=[len(names) - 0.4, -0.6],
     )
     figure.update_layout(showlegend=True)
-    note = "" if len(shown) == len(order) else f"{len(shown)} of {len(order)} devices are shown. "
+    count = len(held.group_of)
+    note = "" if len(shown) == count else f"{len(shown)} of {count} devices are shown. "
     return figure, note
 
 
@@ -222,7 +206,7 @@ def profile_chart(tables: Sequence[ProfileTable], what: str) -> go.Figure:
     """Every configuration's time or memory over its upload, as fractions of full training."""
     figure = go.Figure()
     for table in tables:
-        kind = "width" if table.method == "width" else table.variant
+        kind = kind_of(table)
         name = "widths" if kind == "width" else f"spans, {escape(table.variant)}"
         figure.add_trace(
             go.Scatter(
@@ -249,10 +233,6 @@ def profile_chart(tables: Sequence[ProfileTable], what: str) -> go.Figure:
     return figure
 
 
-def _pairs(lines: Sequence[Line], curves: Sequence[Curve]) -> list[tuple[Line, Curve]]:
-    return list(zip(lines, curves, strict=True))
-
-
 def _is_level(line: Line) -> bool:
     return line.facts.all_data_in_one_place
 
@@ -263,10 +243,10 @@ def _axis(one: Curve, axis: str) -> NDArray[Any]:
 
 
 def _band(x: list[Any], one: Curve, line: Line, colour: str) -> go.Scatter:
-    edges = _percent(one.low) + _percent(one.high)[::-1]
+    scale = line.metric.scale
     return go.Scatter(
         x=x + x[::-1],
-        y=edges,
+        y=_rounded(scale * one.low) + _rounded(scale * one.high)[::-1],
         fill="toself",
         fillcolor=colour,
         opacity=0.18,
@@ -276,15 +256,6 @@ def _band(x: list[Any], one: Curve, line: Line, colour: str) -> go.Scatter:
         showlegend=False,
         meta={"line": line.label},
     )
-
-
-def _class_name(name: str) -> str:
-    """Characters are classes too, and some do not print."""
-    return escape(name if name.strip() and name.isprintable() else repr(name))
-
-
-def _percent(values: NDArray[Any]) -> list[float]:
-    return [round(100 * float(value), 2) for value in values]
 
 
 def _rounded(values: NDArray[Any]) -> list[Any]:

@@ -6,20 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
-from cocofl.report.bars import grouped_bars
 from cocofl.report.bubbles import bubble_chart
+from cocofl.report.drawing import bare, new_figure, plain, save
 from cocofl.report.findings import Curve, curve, summary, trained
-from cocofl.report.palette import group_colour, line_colours
+from cocofl.report.palette import line_colours
 from cocofl.report.profiles import profiling_figure
 from cocofl.report.runs import Scene, arrange
 from cocofl.report.sources import Sources
+from cocofl.report.studies import groups_figure
 
-FORMATS = (".png", ".svg")
 _AXES: tuple[tuple[str, Callable[[Curve], Any]], ...] = (
     ("round", lambda one: one.rounds),
     ("simulated time / s", lambda one: one.simulated_s),
@@ -31,33 +30,30 @@ def save_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Draw every figure of every scene into a folder; the files that were written."""
     scenes = arrange(runs)
     colours = line_colours([line for scene in scenes for line in scene.lines])
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written: list[Path] = []
     for index, scene in enumerate(scenes):
         mark = f"-{_slug(scene.title)}" if len(scenes) > 1 else ""
         if len({_slug(other.title) for other in scenes}) < len(scenes):
             mark = f"-{index}"
         for name, figure in scene_figures(scene, colours).items():
-            for kind in FORMATS:
-                path = folder / f"{name}{mark}{kind}"
-                figure.savefig(path)
-                written.append(path)
+            written += save(figure, folder / f"{name}{mark}")
     return written
 
 
 def scene_figures(scene: Scene, colours: Mapping[str, str]) -> dict[str, Figure]:
     """The figures of a scene by name; without those whose data or tables are not here."""
     figures = {
-        "accuracy": accuracy_figure(scene, colours),
-        "fairness": fairness_figure(scene),
+        _slug(scene.metric.name): curve_figure(scene, colours),
         "blocks": trained_figure(scene),
     }
+    if scene.groups:
+        rows = {plain(line.label): summary(line) for line in scene.lines}
+        shown = {plain(g): [row.groups[g] for row in rows.values()] for g in scene.groups}
+        figures["fairness"] = groups_figure(list(rows), shown, {}, scene.metric)
     sources = Sources(scene)
     try:
         held = sources.holdings()
-        figures["data"] = bubble_chart(
-            held.counts, held.group_of, held.class_names, held.group_names, _plain(scene.title)
-        )
+        figures["data"] = bubble_chart(held, plain(scene.title))
         tables = sources.tables()
         figures["profile"] = profiling_figure(tables, f"{tables[0].model}: what spans cost")
     except (CocoflError, OSError):
@@ -65,9 +61,9 @@ def scene_figures(scene: Scene, colours: Mapping[str, str]) -> dict[str, Figure]
     return figures
 
 
-def accuracy_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
-    """Accuracy over rounds, simulated time and uploaded bytes; bands are worst to best seed."""
-    figure = Figure(figsize=(11.0, 3.6), dpi=150, layout="constrained")
+def curve_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
+    """The metric over rounds, simulated time and uploaded bytes; bands are worst to best seed."""
+    figure, scale = new_figure(11.0, 3.6), scene.metric.scale
     panels = figure.subplots(1, 3, sharey=True)
     curves = {line.label: curve(line) for line in scene.lines}
     for axes, (title, along) in zip(panels, _AXES, strict=True):
@@ -75,19 +71,20 @@ def accuracy_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
             one, colour = curves[line.label], colours[line.label]
             style = "--" if line.is_bound else "-"
             if line.facts.all_data_in_one_place:
-                level = 100 * float(one.mean[-1])
-                axes.axhline(level, color=colour, ls=style, label=_plain(line.label))
+                level = scale * float(one.mean[-1])
+                axes.axhline(level, color=colour, ls=style, label=plain(line.label))
                 continue
             x = along(one)
-            axes.plot(x, 100 * one.mean, color=colour, ls=style, lw=1.4, label=_plain(line.label))
+            axes.plot(x, scale * one.mean, color=colour, ls=style, lw=1.4, label=plain(line.label))
             if len(line.runs) > 1:
                 band = {"color": colour, "alpha": 0.18, "linewidth": 0}
-                axes.fill_between(x, 100 * one.low, 100 * one.high, **band)
+                axes.fill_between(x, scale * one.low, scale * one.high, **band)
         axes.set_xlabel(title)
         axes.set_xlim(left=0)
-        _bare(axes)
-    panels[0].set_ylabel("accuracy / %")
-    panels[0].set_ylim(bottom=0)
+        bare(axes)
+    panels[0].set_ylabel(plain(scene.metric.heading))
+    if scene.metric.is_share:
+        panels[0].set_ylim(bottom=0)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False
@@ -95,48 +92,19 @@ def accuracy_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
     return figure
 
 
-def fairness_figure(scene: Scene) -> Figure:
-    """The final accuracy of each group under each strategy."""
-    rows, groups = [summary(line) for line in scene.lines], scene.groups
-    width_in = max(4.0, 1.0 + 1.1 * len(rows))
-    figure = Figure(figsize=(width_in, 3.4), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    series = {_plain(group): [row.groups[group] for row in rows] for group in groups}
-    grouped_bars(axes, series, [group_colour(index) for index in range(len(groups))])
-    axes.set_xticks(range(len(rows)), [_plain(row.label) for row in rows], fontsize=8)
-    axes.set_ylabel("accuracy of the group / %")
-    axes.set_ylim(0, 104)
-    _bare(axes)
-    figure.legend(loc="outside upper right", ncols=len(groups), frameon=False, fontsize=8)
-    return figure
-
-
 def trained_figure(scene: Scene) -> Figure:
     """How often each group trained each block (or width) under each strategy."""
     found = [(line.label, trained(line, scene.groups)) for line in scene.lines]
-    height_in = sum(0.75 + 0.22 * len(one.groups) for _, one in found)
-    figure = Figure(figsize=(6.4, height_in), dpi=150, layout="constrained")
     ratios = [0.75 + 0.22 * len(one.groups) for _, one in found]
+    figure = new_figure(6.4, sum(ratios))
     panels = figure.subplots(len(found), 1, squeeze=False, height_ratios=ratios)[:, 0]
     for axes, (label, one) in zip(panels, found, strict=True):
         image = axes.imshow(one.updates, aspect="auto", cmap="Blues", vmin=0)
-        axes.set_yticks(range(len(one.groups)), [_plain(name) for name in one.groups], fontsize=7)
+        axes.set_yticks(range(len(one.groups)), [plain(name) for name in one.groups], fontsize=7)
         axes.set_xticks(range(len(one.columns)), one.columns, fontsize=7)
-        axes.set_title(f"{_plain(label)}: updates per round, by {one.what}", loc="left", fontsize=8)
+        axes.set_title(f"{plain(label)}: updates per round, by {one.what}", loc="left", fontsize=8)
         figure.colorbar(image, ax=axes, pad=0.01).ax.tick_params(labelsize=6)
     return figure
-
-
-def _bare(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="0.92", linewidth=0.7)
-    axes.set_axisbelow(True)
-
-
-def _plain(name: str) -> str:
-    """Dollars begin formulas in matplotlib, and a leading underscore hides a name."""
-    text = name.replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text
 
 
 def _slug(title: str) -> str:

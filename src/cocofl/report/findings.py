@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.errors import InvalidSpan
-from cocofl.experiment import Run
+from cocofl.errors import InvalidSpan, RunFolderProblem
+from cocofl.experiment import Run, Spread
 from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report.runs import Line, Scene
-from cocofl.runlog import FATES
+from cocofl.runlog import FATES, metric_names, scores_by_name
 from cocofl.span import Blocks
 
 Floats = NDArray[np.float64]
@@ -22,40 +21,20 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Mean and standard deviation over seeds; no deviation for a single one."""
-
-    mean: float
-    std: float | None = None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of one value per seed."""
-        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        return cls(float(np.mean(values)), std)
-
-    def percent(self) -> str:
-        """For a table.
-
-        >>> Spread.of([0.5, 0.7]).percent(), Spread.of([0.5]).percent()
-        ('60.0 ± 14.1', '50.0')
-        """
-        spread = "" if self.std is None else f" ± {100 * self.std:.1f}"
-        return f"{100 * self.mean:.1f}{spread}"
-
-
-@dataclass(frozen=True)
 class Row:
     """What one line came to, over its seeds."""
 
     label: str
+    strategy: str
+    split: str
     seeds: int
     is_bound: bool
     lr: float
-    accuracy: Spread
-    f1: Spread
+    scores: dict[str, Spread]
+    """By metric."""
     groups: dict[str, Spread]
-    worst_device: Spread
+    """What each group of devices has of the first metric, where that has a meaning."""
+    worst_device: Spread | None
     simulated_s: float
     bytes_up: float
     updates: dict[str, float]
@@ -66,46 +45,56 @@ class Row:
 
 def summary(line: Line) -> Row:
     """The row of a line."""
-    finals = line.finals
+    finals, name = [run.final.scores for run in line.runs], line.metric.name
+    experiment = line.runs[0].experiment
+    n_runs = len(line.runs)
     return Row(
         label=line.label,
-        seeds=len(line.runs),
+        strategy=line.strategy,
+        split=experiment.data.split,
+        seeds=n_runs,
         is_bound=line.is_bound,
-        lr=line.runs[0].experiment.training.lr,
-        accuracy=Spread.of([final["accuracy"] for final in finals]),
-        f1=Spread.of([final["f1"] for final in finals]),
-        groups={
-            group: Spread.of([final["group_accuracy"][group] for final in finals])
-            for group in finals[0]["group_accuracy"]
+        lr=experiment.training.lr,
+        scores=_spreads([{key: one[key] for key in metric_names(one)} for one in finals]),
+        groups=_spreads([scores_by_name(one, f"group_{name}") for one in finals]),
+        worst_device=_spreads([scores_by_name(one, f"device_{name}") for one in finals]).get("min"),
+        simulated_s=sum(one.simulated_s for run in line.runs for one in run.rounds) / n_runs,
+        bytes_up=sum(one.bytes_up for run in line.runs for one in run.rounds) / n_runs,
+        updates={
+            fate: sum(one.count(fate) for run in line.runs for one in run.rounds) / n_runs
+            for fate in FATES
         },
-        worst_device=Spread.of([final["device_accuracy"]["min"] for final in finals]),
-        simulated_s=_mean_total(line.runs, "simulated_s"),
-        bytes_up=_mean_total(line.runs, "bytes_up"),
-        updates={status: _mean_total(line.runs, status) for status in FATES},
         complete=sum(run.folder.is_complete for run in line.runs),
     )
 
 
-def ahead(scene: Scene) -> list[tuple[str, float]]:
-    """How many points the first proposed line is ahead of each other line that obeys budgets."""
+def _spreads(of_seeds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """Over seeds, of what each of them has."""
+    return {
+        key: Spread.of([one[key] for one in of_seeds])
+        for key in of_seeds[0]
+        if all(key in one for one in of_seeds)
+    }
+
+
+def ahead(scene: Scene) -> tuple[Line, dict[str, float]] | None:
+    """The first proposed line, and how far ahead it is of each other line that obeys budgets.
+
+    In points, where the metric is a share. Whichever way the metric goes, ahead is positive.
+    """
     ours = next((line for line in scene.lines if line.facts.role == PROPOSED), None)
-    if ours is None:
-        return []
-    accuracy = summary(ours).accuracy.mean
-    return [
-        (line.label, 100 * (accuracy - summary(line).accuracy.mean))
-        for line in scene.lines
-        if line is not ours and not line.is_bound
-    ]
-
-
-def _mean_total(runs: Sequence[Run], key: str) -> float:
-    return float(np.mean([sum(record[key] for record in run.rounds) for run in runs]))
+    rivals = [line for line in scene.lines if line is not ours and not line.is_bound]
+    if ours is None or not rivals:
+        return None
+    metric = scene.metric
+    sign = metric.scale if metric.higher_is_better else -metric.scale
+    means = {line.label: summary(line).scores[metric.name].mean for line in (ours, *rivals)}
+    return ours, {one.label: sign * (means[ours.label] - means[one.label]) for one in rivals}
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Accuracies along a line, one entry per evaluated round; means, least and most over seeds."""
+    """The metric along a line, one entry per evaluated round; means, least and most over seeds."""
 
     rounds: Ints
     simulated_s: Floats
@@ -115,44 +104,35 @@ class Curve:
     high: Floats
     groups: dict[str, Floats]
 
-    def __len__(self) -> int:
-        return len(self.rounds)
-
-    def at(self, kept: Ints) -> Curve:
-        """The curve at some of its points."""
-        return Curve(
-            self.rounds[kept],
-            self.simulated_s[kept],
-            self.bytes_up[kept],
-            self.mean[kept],
-            self.low[kept],
-            self.high[kept],
-            {group: values[kept] for group, values in self.groups.items()},
-        )
-
 
 def curve(line: Line, at_most: int | None = None) -> Curve:
     """The line's curve over the rounds that every seed has; thinned to some ``at_most`` points."""
-    common = set.intersection(*({r["round"] for r in run.evaluated} for run in line.runs))
-    rounds = np.array(sorted(common), dtype=np.int64)
-    accuracy = np.array([_evaluated(run, common, "accuracy") for run in line.runs])
-    by_group = [_evaluated(run, common, "group_accuracy") for run in line.runs]
-    whole = Curve(
-        rounds,
-        _running_total(line.runs, "simulated_s", rounds),
-        _running_total(line.runs, "bytes_up", rounds),
-        accuracy.mean(axis=0),
-        accuracy.min(axis=0),
-        accuracy.max(axis=0),
-        {
-            group: np.array([[r[group] for r in records] for records in by_group]).mean(axis=0)
-            for group in line.finals[0]["group_accuracy"]
-        },
+    common = set.intersection(*({one.round for one in run.evaluated} for run in line.runs))
+    if not common:
+        raise RunFolderProblem(f"the runs of {line.label} were never tested after the same round")
+    rounds, name = np.array(sorted(common), dtype=np.int64), line.metric.name
+    tested = [[r.scores for r in run.evaluated if r.round in common] for run in line.runs]
+    values = np.array([[one[name] for one in scores] for scores in tested], dtype=np.float64)
+    by_group = [[scores_by_name(one, f"group_{name}") for one in scores] for scores in tested]
+    shared = set.intersection(*(set(one) for groups in by_group for one in groups))
+    groups = {
+        group: np.array([[one[group] for one in groups] for groups in by_group]).mean(axis=0)
+        for group in by_group[0][0]
+        if group in shared
+    }
+    mean, low, high = values.mean(axis=0), values.min(axis=0), values.max(axis=0)
+    kept = np.arange(len(rounds))
+    if at_most is not None and len(rounds) > at_most:
+        kept = thin([mean, low, high, *groups.values()], at_most)
+    return Curve(
+        rounds[kept],
+        _running_total(line.runs, "simulated_s", rounds[kept]),
+        _running_total(line.runs, "bytes_up", rounds[kept]),
+        mean[kept],
+        low[kept],
+        high[kept],
+        {group: found[kept] for group, found in groups.items()},
     )
-    if at_most is None or len(whole) <= at_most:
-        return whole
-    series = [whole.mean, whole.low, whole.high, *whole.groups.values()]
-    return whole.at(thin(series, at_most))
 
 
 def thin(series: Sequence[Floats], at_most: int) -> Ints:
@@ -178,12 +158,8 @@ def thin(series: Sequence[Floats], at_most: int) -> Ints:
     return np.array(sorted(kept), dtype=np.int64)
 
 
-def _evaluated(run: Run, rounds: set[int], key: str) -> list[Any]:
-    return [record[key] for record in run.evaluated if record["round"] in rounds]
-
-
 def _running_total(runs: Sequence[Run], key: str, rounds: Ints) -> Floats:
-    totals = [np.cumsum([record[key] for record in run.rounds])[rounds - 1] for run in runs]
+    totals = [np.cumsum([getattr(one, key) for one in run.rounds])[rounds - 1] for run in runs]
     return np.asarray(np.mean(totals, axis=0), dtype=np.float64)
 
 
@@ -204,25 +180,25 @@ class Trained:
 def trained(line: Line, groups: Sequence[str]) -> Trained:
     """Which blocks (or which widths) the merged updates of each group trained, and how often."""
     counts = Counter(
-        (group, work)
+        (one.group, one.work)
         for run in line.runs
         for record in run.rounds
-        for _, group, work, fate in record["devices"]
-        if fate == "merged" and work is not None
+        for one in record.devices
+        if one.fate == "merged" and one.work is not None
     )
     trained_by = {work: _blocks(work) for _, work in counts}
     if all(blocks is not None for blocks in trained_by.values()):
         n_blocks = 1 + max((max(blocks) for blocks in trained_by.values() if blocks), default=0)
-        about = line.runs[0].folder.about
-        columns = tuple(map(str, range(int(about.get("model_blocks", n_blocks)))))
+        known = line.runs[0].folder.about.get("model_blocks")
+        n_blocks = max(n_blocks, known if isinstance(known, int) else 0)
+        columns = tuple(map(str, range(n_blocks)))
         what = "block"
     else:
         columns = tuple(sorted(trained_by, key=_width))
         what = "width"
     # One who trains all data in one place belongs to no group of devices.
-    names = tuple(dict.fromkeys([*groups, *(group for group, _ in counts)]))
-    if line.facts.all_data_in_one_place:
-        names = tuple(dict.fromkeys(group for group, _ in counts))
+    own = () if line.facts.all_data_in_one_place else groups
+    names = tuple(dict.fromkeys([*own, *(group for group, _ in counts)]))
     found = np.zeros((len(names), len(columns)))
     totals = np.zeros((len(names), 1))
     for (group, work), count in counts.items():

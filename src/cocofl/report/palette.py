@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cocofl.profiling import ProfileTable
 from cocofl.report.runs import Line
 
 GROUPS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+KIND_COLOURS = {"qff": "#0072B2", "ff": "#009E73", "f": "#E69F00", "width": "#D55E00"}
+"""Of profile tables, by their kind."""
 
 # For strategies that declare no colour.
 _SPARE = ("#56B4E9", "#8B5CF6", "#A16207", "#0F766E", "#BE185D", "#4D7C0F")
@@ -36,6 +40,11 @@ def line_colours(lines: Sequence[Line]) -> dict[str, str]:
         free = [colour for colour in (own, *_SPARE) if colour and colour not in colours.values()]
         colours.setdefault(line.label, free[0] if free else _SPARE[len(colours) % len(_SPARE)])
     return colours
+
+
+def kind_of(table: ProfileTable) -> str:
+    """The variant of spans, or ``width``."""
+    return "width" if table.method == "width" else table.variant
 
 
 def group_colour(index: int) -> str:

@@ -13,11 +13,10 @@ from cocofl.budget import Budget
 from cocofl.errors import CocoflError
 from cocofl.fl.select import feasible
 from cocofl.profiling import ProfileTable
+from cocofl.report.drawing import FORMATS, bare, new_figure, save
+from cocofl.report.palette import KIND_COLOURS, kind_of
 
-# Okabe and Ito's colours: told apart by every kind of colour vision.
-COLOURS = {"qff": "#0072B2", "ff": "#009E73", "f": "#E69F00", "width": "#D55E00"}
 MARKERS = {"qff": "o", "ff": "s", "f": "^", "width": "x"}
-FORMATS = (".png", ".svg")
 LIMITS = np.linspace(0.02, 1.0, 99)
 
 
@@ -27,7 +26,7 @@ def profiling_figure(tables: Sequence[ProfileTable], title: str) -> Figure:
     All are fractions of training everything. Spans fill the plane: time and upload can be chosen
     apart. Widths lie on a line: less time is less upload.
     """
-    figure = Figure(figsize=(10.0, 4.4), dpi=150, layout="constrained")
+    figure = new_figure(10.0, 4.4)
     left, right = figure.subplots(1, 2)
     for table in tables:
         _scatter(left, table, "time")
@@ -44,7 +43,7 @@ def profiling_figure(tables: Sequence[ProfileTable], title: str) -> Figure:
 
 def blocks_figure(tables: Sequence[ProfileTable], title: str) -> Figure:
     """How many blocks some feasible span trains when time and memory are limited to l."""
-    figure = Figure(figsize=(5.6, 3.8), dpi=150, layout="constrained")
+    figure = new_figure(5.6, 3.8)
     axes = figure.add_subplot()
     draw_blocks(axes, {_label(table): table for table in tables})
     axes.legend(frameon=False, fontsize=8)
@@ -56,12 +55,12 @@ def draw_blocks(axes: Axes, tables: Mapping[str, ProfileTable]) -> None:
     """A staircase for each table, under its name."""
     for name, table in tables.items():
         counts = [trainable_blocks(table, float(limit)) for limit in LIMITS]
-        axes.step(LIMITS, counts, where="post", color=COLOURS[table.variant], label=name)
+        axes.step(LIMITS, counts, where="post", color=KIND_COLOURS[table.variant], label=name)
     axes.set_xlabel("limit l on time and memory / full")
     axes.set_ylabel("blocks that can be trained")
     axes.set_xlim(0, 1)
     axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes, grid=False)
 
 
 def trainable_blocks(table: ProfileTable, limit: float) -> int:
@@ -88,23 +87,14 @@ def save_profile_figures(path: Path, tables: Sequence[ProfileTable]) -> list[Pat
     ]
 
 
-def save(figure: Figure, path: Path) -> list[Path]:
-    """Draw a figure as PNG and as SVG; ``path`` is without an ending."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files = [path.with_name(path.name + kind) for kind in FORMATS]
-    for file in files:
-        figure.savefig(file)
-    return files
-
-
 def _scatter(axes: Axes, table: ProfileTable, what: str) -> None:
-    kind = _kind(table)
+    kind = kind_of(table)
     axes.scatter(
         table.upload,
         table.time if what == "time" else table.memory,
         s=14,
         marker=MARKERS[kind],
-        color=COLOURS[kind],
+        color=KIND_COLOURS[kind],
         alpha=0.7,
         linewidths=1.0 if kind == "width" else 0,
         label=_label(table),
@@ -112,11 +102,7 @@ def _scatter(axes: Axes, table: ProfileTable, what: str) -> None:
     axes.set_xlabel("upload / full")
     axes.set_xlim(-0.03, 1.05)
     axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _kind(table: ProfileTable) -> str:
-    return "width" if table.method == "width" else table.variant
+    bare(axes, grid=False)
 
 
 def _label(table: ProfileTable) -> str:

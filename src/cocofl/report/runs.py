@@ -1,7 +1,7 @@
 """Which runs to report, and which of them belong together.
 
-Runs that differ by their seed only are one *line*. Lines on the same data, model and devices can
-be compared and make one *scene*.
+Runs that differ by their seed only are one *line*. Lines on the same data, model and devices that
+are judged by the same metric first can be compared and make one *scene*.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from cocofl.errors import RunFolderProblem
 from cocofl.experiment import Run
+from cocofl.fl.metrics import MetricFacts
 from cocofl.fl.strategies import StrategyFacts, recorded_facts
-from cocofl.runlog import EXPERIMENT, METRICS
+from cocofl.runlog import EXPERIMENT, METRICS, scores_by_name
 
 TUNING = "tuning"
 """Where a comparison keeps the runs on which it chose learning rates; they are no results."""
 
-# Accuracies compare only where these agree; everything else is what is being compared.
-_SCENE_SECTIONS = ("data", "model", "devices")
+# Scores compare only where these agree; everything else is what is being compared.
+_SCENE_SECTIONS = ("data", "model", "devices", "metric")
 # What changes nothing but the seed of a run, its name or its speed.
 _NEUTRAL = (
     *("name", "seed", "data.dir"),
@@ -48,14 +50,19 @@ class Line:
         return recorded_facts(self.strategy, self.runs[0].folder.about.get("strategy_facts"))
 
     @property
+    def name(self) -> str:
+        """How a sentence calls it."""
+        return self.facts.label or self.label
+
+    @property
     def is_bound(self) -> bool:
         """Whether it ignores budgets."""
         return self.facts.is_bound
 
     @property
-    def finals(self) -> list[dict[str, Any]]:
-        """The last evaluation of each run."""
-        return [run.final for run in self.runs]
+    def metric(self) -> MetricFacts:
+        """By what it is compared: the first that the experiment names."""
+        return self.runs[0].metrics[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +73,22 @@ class Scene:
     lines: tuple[Line, ...]
 
     @property
+    def metric(self) -> MetricFacts:
+        """By what its lines are compared."""
+        return self.lines[0].metric
+
+    @property
+    def other_metrics(self) -> list[MetricFacts]:
+        """What else the models of some lines were tested for."""
+        found = {one.name: one for line in self.lines for one in line.runs[0].metrics}
+        return [one for name, one in found.items() if name != self.metric.name]
+
+    @property
     def groups(self) -> list[str]:
-        """The names of the device groups."""
-        return list(self.lines[0].runs[0].final["group_accuracy"])
+        """The device groups of which the metric is known, in every run; none where it has none."""
+        key = f"group_{self.metric.name}"
+        known = [scores_by_name(r.final.scores, key) for line in self.lines for r in line.runs]
+        return [group for group in known[0] if all(group in one for one in known)]
 
     @property
     def first(self) -> Run:
@@ -108,7 +128,9 @@ def arrange(runs: Sequence[Run]) -> list[Scene]:
             f"nothing to report yet: {names} {'has' if len(runs) == 1 else 'have'} no evaluated "
             f"round in {METRICS}"
         )
-    flat = {run.path: run.experiment.by_key() for run in evaluated}
+    flat = {
+        run.path: run.experiment.by_key() | {"metric": run.metrics[0].name} for run in evaluated
+    }
     scenes: dict[str, list[Run]] = {}
     for run in evaluated:
         scenes.setdefault(_key(flat[run.path], scene=True), []).append(run)
@@ -127,29 +149,23 @@ def _lines(members: Sequence[Run], flat: Mapping[Path, Mapping[str, Any]]) -> tu
     for runs in lines.values():
         by_name.setdefault(runs[0].experiment.strategy.name, []).append(runs)
     made: list[Line] = []
+    by_seed = attrgetter("experiment.seed")
     for name, alike in by_name.items():
         titles = _titles([flat[runs[0].path] for runs in alike], scene=False)
         made += [
-            Line(f"{name}, {title}" if title else name, tuple(sorted(runs, key=_seed)))
+            Line(f"{name}, {title}" if title else name, tuple(sorted(runs, key=by_seed)))
             for title, runs in zip(titles, alike, strict=True)
         ]
     return tuple(made)
 
 
-def _seed(run: Run) -> int:
-    return run.experiment.seed
-
-
-def _is_of_scene(key: str) -> bool:
-    return key.split(".", maxsplit=1)[0] in _SCENE_SECTIONS
+def _tells_apart(key: str, *, scene: bool) -> bool:
+    """Whether a setting sets scenes (or the lines of one) apart."""
+    return key not in _NEUTRAL and (key.split(".", maxsplit=1)[0] in _SCENE_SECTIONS) == scene
 
 
 def _key(settings: Mapping[str, Any], *, scene: bool) -> str:
-    chosen = {
-        key: value
-        for key, value in settings.items()
-        if key not in _NEUTRAL and _is_of_scene(key) == scene
-    }
+    chosen = {key: value for key, value in settings.items() if _tells_apart(key, scene=scene)}
     return json.dumps(chosen, sort_keys=True, default=str)
 
 
@@ -159,8 +175,7 @@ def _titles(settings: Sequence[Mapping[str, Any]], *, scene: bool) -> list[str]:
     differing = [
         key
         for key in keys
-        if key not in _NEUTRAL
-        and _is_of_scene(key) == scene
+        if _tells_apart(key, scene=scene)
         and len({json.dumps(one.get(key), default=str) for one in settings}) > 1
     ]
     return [

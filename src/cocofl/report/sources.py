@@ -35,13 +35,27 @@ class Holdings:
     group_names: tuple[str, ...]
     seed: int
 
+    def shown(self, at_most: int) -> NDArray[np.int64]:
+        """The devices by group; evenly spaced ones where there are too many to be told apart."""
+        order = np.argsort(self.group_of, kind="stable")
+        if len(order) <= at_most:
+            return order
+        return order[np.linspace(0, len(order) - 1, at_most).astype(np.int64)]
+
+
+def printable(class_name: str) -> str:
+    """Characters are classes too, and some (newline, space) do not print."""
+    return class_name if class_name.strip() and class_name.isprintable() else repr(class_name)
+
 
 class Sources:
     """The data and the tables of a scene."""
 
     def __init__(self, scene: Scene) -> None:
         self._lines = scene.lines
-        self._experiment: Experiment = scene.first.experiment
+        # No strategy is played here and nothing tested, and the run's own may have been the user's.
+        neutral = scene.first.experiment.with_strategy(NEEDS_NOTHING)
+        self._experiment: Experiment = neutral.changed({"evaluation.metrics": ["accuracy"]})
 
     def holdings(self) -> Holdings:
         """Who held what in the scene's first run."""
@@ -72,7 +86,7 @@ class Sources:
     @cached_property
     def _setup(self) -> Setup:
         settings = self._experiment.data
-        refuse_untrusted(*names_in(self._experiment.with_strategy(NEEDS_NOTHING).by_key()))
+        refuse_untrusted(*names_in(self._experiment.by_key()))
         # A report is no reason to download a data set.
         if ":" not in settings.name:
             listed = data.listing(settings.name, data_dir=settings.dir or None)
@@ -81,8 +95,7 @@ class Sources:
         with warnings.catch_warnings():
             # Said in the table's own description, which the report shows.
             warnings.simplefilter("ignore", OtherHardware)
-            # No strategy is played here, and the run's own may have been the user's.
-            return Setup(self._experiment.with_strategy(NEEDS_NOTHING))
+            return Setup(self._experiment)
 
 
 def _variants(lines: Sequence[Line]) -> list[str]:

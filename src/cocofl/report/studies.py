@@ -7,23 +7,31 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cocofl.experiment import Spread
+from cocofl.fl.metrics import MetricFacts
 from cocofl.profiling import ProfileTable
-from cocofl.report.bars import grouped_bars
-from cocofl.report.findings import Spread
-from cocofl.report.palette import GROUPS
-from cocofl.report.profiles import COLOURS, draw_blocks
+from cocofl.report.drawing import bare, grouped_bars, new_figure, plain
+from cocofl.report.palette import GROUPS, KIND_COLOURS
+from cocofl.report.profiles import draw_blocks
 
 Series = Mapping[str, Sequence[Spread | None]]
 
 
-def groups_figure(strategies: Sequence[str], ours: Series, published: Series, title: str) -> Figure:
-    """The accuracy of each group under each strategy; lines are what the paper says."""
-    figure = Figure(figsize=(max(4.5, 1.0 + 1.2 * len(strategies)), 3.6), dpi=150)
-    figure.set_layout_engine("constrained")
+def groups_figure(
+    strategies: Sequence[str],
+    ours: Series,
+    published: Series,
+    metric: MetricFacts,
+    title: str = "",
+) -> Figure:
+    """What each group has under each strategy; lines are what the paper says."""
+    figure = new_figure(max(4.5, 1.0 + 1.2 * len(strategies)), 3.6)
     axes = figure.add_subplot()
-    grouped_bars(axes, ours, GROUPS, published)
-    _bars_axes(axes, strategies, "accuracy of the group / %")
-    axes.set_ylim(0, 104)
+    grouped_bars(axes, ours, GROUPS, published, metric.scale)
+    unit = " / %" if metric.is_share else ""
+    _bars_axes(axes, strategies, plain(f"{metric.name} of the group{unit}"))
+    if metric.is_share:
+        axes.set_ylim(0, 104)
     figure.legend(loc="outside lower center", ncols=len(ours) + 1, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return figure
@@ -36,18 +44,18 @@ def limits_figure(
 
     ``tables`` are by variant; the last panel counts the blocks that each leaves to train.
     """
-    figure = Figure(figsize=(4.0 * (len(panels) + bool(tables)), 3.6), dpi=150)
-    figure.set_layout_engine("constrained")
-    axes = figure.subplots(1, len(panels) + bool(tables), squeeze=False)[0]
+    n_panels = len(panels) + bool(tables)
+    figure = new_figure(4.0 * n_panels, 3.6)
+    axes = figure.subplots(1, n_panels, squeeze=False)[0]
     first = axes[0]
     for own, (title, series) in zip(axes, panels.items(), strict=False):
         for variant, values in series.items():
             there = [(x, one) for x, one in zip(limits, values, strict=True) if one is not None]
-            _points(own, there, COLOURS[variant], label=variant)
+            _points(own, there, KIND_COLOURS[variant], label=variant)
         own.set_xlim(0, 1.03)
         own.set_xlabel("limit l on time and memory / full")
         own.set_title(title, loc="left", fontsize=9)
-        _bare(own)
+        bare(own)
         own.sharey(first)
     first.set_ylabel("accuracy / %")
     if tables:
@@ -60,7 +68,7 @@ def limits_figure(
 
 def selectors_figure(limits: Sequence[float], series: Series) -> Figure:
     """The accuracy of each way to select a span, at each limit."""
-    figure = Figure(figsize=(2.0 + 1.8 * len(limits), 3.6), dpi=150, layout="constrained")
+    figure = new_figure(2.0 + 1.8 * len(limits), 3.6)
     axes = figure.add_subplot()
     for index, (name, values) in enumerate(series.items()):
         shift = 0.1 * (index - (len(series) - 1) / 2)
@@ -94,10 +102,4 @@ def _points(
 def _bars_axes(axes: Axes, names: Sequence[str], quantity: str) -> None:
     axes.set_xticks(range(len(names)), list(names), fontsize=8)
     axes.set_ylabel(quantity)
-    _bare(axes)
-
-
-def _bare(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="0.92", linewidth=0.7)
-    axes.set_axisbelow(True)
+    bare(axes)

@@ -5,79 +5,48 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from cocofl.budget import bytes_text
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
-from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report import charts
-from cocofl.report.findings import Row, ahead, curve, summary, trained
+from cocofl.report.findings import ahead, curve, summary, trained
 from cocofl.report.palette import ON_DARK, line_colours
-from cocofl.report.runs import Line, Scene, arrange, find_runs
+from cocofl.report.runs import Line, Scene, arrange
 from cocofl.report.sources import Sources
-from cocofl.runlog import FATES, write_text
+from cocofl.report.tables import highlights, summary_table
+from cocofl.runlog import write_text
 
-REPORT = "report.html"
-
-
-@dataclass(frozen=True)
-class Card:
-    """A chart in its frame; ``of`` names the line that it belongs to, if it is one line's."""
-
-    chart: str
-    title: str
-    height_px: int
-    caption: str = ""
-    of: str = ""
-    wide: bool = False
+Card = dict[str, Any]
+"""A chart in its frame; ``of`` names the line that it belongs to, if it is one line's."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What the page shows of a scene."""
-
-    title: str
-    rows: list[Row]
-    behind: dict[str, float]
-    groups: list[str]
-    statuses: list[str]
-    """What became of updates, where it happened at all."""
-    headline: str
-    accuracy: list[Card]
-    fairness: list[Card]
-    trained: list[Card]
-    data: list[Card]
-    missing_data: str = ""
-
-
-@dataclass
 class Drawings:
     """The charts of a page, by the id of their place."""
 
-    figures: dict[str, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {}
 
-    def add(self, figure: Any, title: str, height_px: int, caption: str = "", of: str = "") -> Card:
+    def add(self, figure: Any, title: str, height_px: int, caption: str = "", **more: Any) -> Card:
         """Keep a chart; the card that shows it."""
         name = f"chart-{len(self.figures)}"
         content = json.loads(figure.to_json())
         # The page has a style of its own; plotly's would be in every chart once more.
         content["layout"].pop("template", None)
         self.figures[name] = content
-        return Card(name, title, height_px, caption, of)
+        card = {"chart": name, "title": title, "height_px": height_px, "caption": caption}
+        return {**card, "of": "", "wide": False, **more}
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Report the runs at or below these paths; the file, by default beside what it reports."""
-    target = out or paths[0] / REPORT
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_text(target, report_page(find_runs(paths)))
-    return target
+def write_report(runs: Sequence[Run], path: Path) -> Path:
+    """Write the page about runs into a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, report_page(runs))
+    return path
 
 
 def report_page(runs: Sequence[Run]) -> str:
@@ -85,6 +54,7 @@ def report_page(runs: Sequence[Run]) -> str:
     scenes = arrange(runs)
     lines = [line for scene in scenes for line in scene.lines]
     colours = line_colours(lines)
+    bounds = {line.label for line in lines if line.is_bound}
     drawings = Drawings()
     sources = [Sources(scene) for scene in scenes]
     stages = [
@@ -98,7 +68,7 @@ def report_page(runs: Sequence[Run]) -> str:
         "subtitle": _subtitle(reported),
         "stages": stages,
         "chips": [
-            {"label": label, "colour": colour, "bound": _is_bound(lines, label)}
+            {"label": label, "colour": colour, "bound": label in bounds}
             for label, colour in colours.items()
         ],
         "unfinished": [str(run.path) for run in reported if not run.folder.is_complete],
@@ -106,7 +76,7 @@ def report_page(runs: Sequence[Run]) -> str:
         "profiles": profiles,
         "missing_profiles": missing_profiles,
         "settings": _settings(reported),
-        "tomls": [(str(run.path), run.folder.experiment) for run in _one_per_line(lines)],
+        "tomls": [(str(one.runs[0].path), one.runs[0].folder.experiment) for one in lines],
         "tables": _tables(lines),
         "made_with": _made_with(reported),
         "commands": _commands(reported),
@@ -121,68 +91,48 @@ def report_page(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": bytes_text, "seconds": seconds_text}
     return environment.get_template("report.html").render(page)
 
 
-def seconds_text(seconds: float) -> str:
-    """A duration for a person to read.
-
-    >>> seconds_text(0.25), seconds_text(90), seconds_text(7200)
-    ('0.25 s', '90 s', '2 h')
-    """
-    for unit, size in (("d", 172_800 / 2), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def _stage(scene: Scene, sources: Sources, colours: Mapping[str, str], drawings: Drawings) -> Stage:
-    lines, groups = scene.lines, scene.groups
-    rows = [summary(line) for line in lines]
-    curves = [curve(line, charts.POINTS) for line in lines]
+def _stage(
+    scene: Scene, sources: Sources, colours: Mapping[str, str], drawings: Drawings
+) -> dict[str, Any]:
+    """What the page shows of a scene."""
+    lines, groups, metric = scene.lines, scene.groups, scene.metric
+    found = [curve(line, charts.POINTS) for line in lines]
     band = "The band reaches from the worst to the best seed."
-    several = any(row.seeds > 1 for row in rows)
-    accuracy = [
-        drawings.add(
-            charts.accuracy_chart(lines, curves, colours, axis),
-            f"Accuracy over {title}",
-            330,
-            band if several and axis == "rounds" else "",
-        )
-        for axis, title in (
-            ("rounds", "rounds"),
-            ("simulated_s", "simulated time"),
-            ("bytes_up", "uploaded bytes"),
-        )
-    ]
-    bars = drawings.add(
-        charts.fairness_chart(rows, groups),
-        "Final accuracy of each group",
-        330,
-        "Classes weighted as often as the group's devices have them.",
-    )
-    fairness = [replace(bars, wide=True)]
-    fairness += [
-        drawings.add(
-            charts.group_chart(lines, curves, colours, group), f"Accuracy of {group} devices", 280
-        )
-        for group in groups
-    ]
+    several = any(len(line.runs) > 1 for line in lines)
+    name = metric.name[:1].upper() + metric.name[1:]
+    axes = {"rounds": "rounds", "simulated_s": "simulated time", "bytes_up": "uploaded bytes"}
+    curves = []
+    for axis, title in axes.items():
+        chart = charts.curve_chart(lines, found, colours, axis)
+        caption = band if several and axis == "rounds" else ""
+        curves.append(drawings.add(chart, f"{name} over {title}", 330, caption))
+    fairness = []
+    for group in groups:
+        chart = charts.curve_chart(lines, found, colours, "rounds", group)
+        fairness.append(drawings.add(chart, f"{name} of {group} devices", 280))
+    if groups:
+        title = f"Final {metric.name} of each group"
+        caption = "Classes weighted as often as the group's devices have them."
+        bars = drawings.add(charts.fairness_chart(scene), title, 330, caption, wide=True)
+        fairness.insert(0, bars)
     data, missing_data = _data_cards(sources, drawings)
-    return Stage(
-        title=scene.title,
-        rows=rows,
-        behind={label: -points for label, points in ahead(scene)},
-        groups=groups,
-        statuses=[s for s in FATES if s == "merged" or any(row.updates[s] for row in rows)],
-        headline=_headline(scene, rows),
-        accuracy=accuracy,
-        fairness=fairness,
-        trained=[_trained_card(line, groups, drawings) for line in lines],
-        data=data,
-        missing_data=missing_data,
-    )
+    table = summary_table(scene)
+    return {
+        "title": scene.title,
+        "metric": name,
+        "rows": list(zip(lines, table.lines, strict=True)),
+        "header": table.header,
+        "tiles": highlights(scene) if len(lines) == 1 else {},
+        "headline": _headline(scene),
+        "curves": curves,
+        "fairness": fairness,
+        "trained": [_trained_card(line, groups, drawings) for line in lines],
+        "data": data,
+        "missing_data": missing_data,
+    }
 
 
 def _trained_card(line: Line, groups: Sequence[str], drawings: Drawings) -> Card:
@@ -227,43 +177,33 @@ def _profile_cards(sources: Sequence[Sources], drawings: Drawings) -> tuple[list
     return [card for both in cards.values() for card in both], list(missing)
 
 
-def _headline(scene: Scene, rows: Sequence[Row]) -> str:
-    margins = ahead(scene)
-    if not margins:
+def _headline(scene: Scene) -> str:
+    found, metric = ahead(scene), scene.metric
+    if found is None:
         return ""
-    label, points = min(margins, key=lambda pair: pair[1])
-    ours = next(
-        row for row, line in zip(rows, scene.lines, strict=True) if line.facts.role == PROPOSED
-    )
-    where = "ahead of" if points >= 0 else "behind"
+    ours, margins = found
+    label, lead = min(margins.items(), key=lambda pair: pair[1])
+    reached = summary(ours).scores[metric.name].text(metric)
+    points = f"{abs(lead):.1f} points" if metric.is_share else f"{abs(lead):.4g}"
+    where = "ahead of" if lead >= 0 else "behind"
     return (
-        f"{ours.label} reaches {ours.accuracy.percent()} %, {abs(points):.1f} points {where} the "
-        f"best other method that obeys the same budgets ({label})."
+        f"{ours.label} reaches {reached}{' %' if metric.is_share else f' {metric.name}'}, {points} "
+        f"{where} the best other method that obeys the same budgets ({label})."
     )
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    def each(values: Sequence[Any]) -> str:
-        return ", ".join(dict.fromkeys(str(value) for value in values))
+    settings = [run.experiment.by_key() for run in runs]
 
-    experiments = [run.experiment for run in runs]
-    seeds = len({experiment.seed for experiment in experiments})
+    def each(key: str) -> str:
+        return ", ".join(dict.fromkeys(str(one[key]) for one in settings))
+
+    seeds = len({run.experiment.seed for run in runs})
     return (
-        f"{each([e.model.name for e in experiments])} on {each([e.data.name for e in experiments])}"
-        f", split {each([e.data.split for e in experiments])}; "
-        f"{each([e.devices.per_round for e in experiments])} of "
-        f"{each([e.devices.count for e in experiments])} devices a round, "
-        f"{each([e.rounds for e in experiments])} rounds, "
-        f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
+        f"{each('model.name')} on {each('data.name')}, split {each('data.split')}; "
+        f"{each('devices.per_round')} of {each('devices.count')} devices a round, "
+        f"{each('rounds')} rounds, {seeds} {'seed' if seeds == 1 else 'seeds'}"
     )
-
-
-def _is_bound(lines: Sequence[Line], label: str) -> bool:
-    return any(line.is_bound for line in lines if line.label == label)
-
-
-def _one_per_line(lines: Sequence[Line]) -> list[Run]:
-    return [line.runs[0] for line in lines]
 
 
 def _settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -286,8 +226,9 @@ def _tables(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
     served: dict[str, dict[str, None]] = {}
     for line in lines:
         for run in line.runs:
-            found = run.folder.about.get("tables", {})
-            served.setdefault(line.label, {}).update(dict.fromkeys(map(str, found.values())))
+            found = run.folder.about.get("tables")
+            names = map(str, found.values()) if isinstance(found, dict) else ()
+            served.setdefault(line.label, {}).update(dict.fromkeys(names))
     return [(label, list(names) or ["none was asked"]) for label, names in served.items()]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
+from cocofl.experiment import Spread
 from cocofl.named import nearest
-from cocofl.report.findings import Spread
 
 PUBLISHED = "published.csv"
 _ABLATION = "ablation"

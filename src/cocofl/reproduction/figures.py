@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from cocofl.fl.metrics import STATISTICS
+from cocofl.experiment import Spread
+from cocofl.fl.metrics import STATISTICS, recorded_metric
 from cocofl.profiling import ProfileTable
 from cocofl.report import studies
-from cocofl.report.findings import Spread
-from cocofl.report.profiles import blocks_figure, profiling_figure, save
+from cocofl.report.drawing import save
+from cocofl.report.profiles import blocks_figure, profiling_figure
 from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import SELECTIONS, VARIANTS, limited_label, strategy_of
+from cocofl.reproduction.profiles import tables_of
 from cocofl.reproduction.results import Result, spread
 from cocofl.reproduction.tables import groups_of, in_one_place, labels_of, longest
 
@@ -21,18 +23,19 @@ def fairness(collection: Collection, results: Sequence[Result], row: str, path: 
     """The accuracy of each group of devices under each strategy."""
     own = longest(one for one in results if one.row == row and not in_one_place(one))
     labels, groups = labels_of(own), groups_of(own)
+    if not groups:
+        return []
     ours = {g: [spread(own, row, one, STATISTICS[0], g) for one in labels] for g in groups}
     known = {
         g: [collection.published.get((row, strategy_of(one), g)) for one in labels] for g in groups
     }
-    return save(studies.groups_figure(labels, ours, known, row), path)
+    return save(studies.groups_figure(labels, ours, known, recorded_metric("accuracy"), row), path)
 
 
 def ablation(
     collection: Collection,
     results: Sequence[Result],
     limits: Sequence[float],
-    tables: Sequence[ProfileTable],
     path: Path,
 ) -> list[Path]:
     """Variants over the limit: without gains, with gains, and the blocks that fit."""
@@ -41,6 +44,7 @@ def ablation(
         "without gains": {v: over(variant=v, costs="f") for v in VARIANTS},
         "with gains": {v: over(variant=v) for v in VARIANTS},
     }
+    tables = tables_of(collection.experiment(collection.ablation).model.name)
     spans = {one.variant: one for one in tables if one.method == "span"}
     return save(studies.limits_figure(limits, panels, spans), path)
 

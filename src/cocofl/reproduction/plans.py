@@ -1,5 +1,6 @@
-"""Which runs a table or a figure needs. A run's name says all that sets it apart.
+"""Which runs a table or a figure needs, and running what is missing.
 
+A run's name says all that sets it apart:
 ``mobilenet-cifar10-rc__cocofl__seed0`` is the folder of one strategy and seed on one row: flat, and
 of plain signs only, so that a folder made on another machine is put beside the others and found.
 """
@@ -8,18 +9,21 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cocofl.config import Experiment
-from cocofl.errors import InvalidSetting
+from cocofl.engine.rounds import Watcher
+from cocofl.errors import DataNotFound, InvalidSetting
+from cocofl.experiment import in_short, load_data, simulate_batch
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import SPANS, WIDTHS
-from cocofl.named import nearest
+from cocofl.named import lookup
 from cocofl.reproduction.collection import Collection, on_one_place
+from cocofl.runlog import RunFolder
 
 STRATEGY_ORDER = tuple(sorted(STRATEGIES, key=lambda name: facts_of(name).order))
 """As in the paper: what could be reached first, then those who obey budgets."""
@@ -87,7 +91,6 @@ class Planned:
 
 def table2(
     collection: Collection,
-    *,
     rows: Sequence[str],
     strategies: Sequence[str],
     seeds: int,
@@ -102,11 +105,7 @@ def table2(
     in one place is that of the iid row of the same network and data.
     """
     for name in strategies:
-        if name not in STRATEGIES:
-            raise InvalidSetting(
-                f"unknown strategy {name!r}{nearest(name, STRATEGIES)}; expected one of "
-                f"{', '.join(STRATEGIES)}"
-            )
+        lookup(name, STRATEGIES, "strategy", InvalidSetting)
     for row in rows:
         collection.file(row)  # before a word of the row that all data in one place needs
     own = {SPANS: ("tables.spans", spans), WIDTHS: ("tables.widths", widths)}
@@ -136,19 +135,19 @@ def strategy_of(label: str) -> str:
 
 
 def ablation(
-    collection: Collection, *, limits: Sequence[float], seeds: int, rounds: int | None = None
+    collection: Collection, limits: Sequence[float], seeds: int, rounds: int | None = None
 ) -> list[Planned]:
     """Every variant at every limit: with its own costs, and with those of ``f`` (no gains)."""
     settings = [{"variant": variant, "costs": costs} for variant, costs in VARIANT_COSTS]
-    return list(_limited(collection, limits, settings, seeds, rounds))
+    return _limited(collection, limits, settings, seeds, rounds)
 
 
 def selectors(
-    collection: Collection, *, limits: Sequence[float], seeds: int, rounds: int | None = None
+    collection: Collection, limits: Sequence[float], seeds: int, rounds: int | None = None
 ) -> list[Planned]:
     """Every selector over the maximal and over all feasible spans, at every limit."""
     settings = [{"selector": selector, "over": over} for selector, over in SELECTIONS]
-    return list(_limited(collection, limits, settings, seeds, rounds))
+    return _limited(collection, limits, settings, seeds, rounds)
 
 
 def limited_label(
@@ -198,30 +197,17 @@ def _limited(
     settings: Sequence[Mapping[str, str]],
     seeds: int,
     rounds: int | None,
-) -> Iterator[Planned]:
-    for limit in limits:
-        for options in settings:
-            changes = {f"strategy.{key}": value for key, value in options.items()}
-            yield from _seeded(
-                collection,
-                collection.ablation,
-                limited_label(limit, **options),
-                {"devices.groups": f"limited:{limit:g}", **_without_defaults(changes)},
-                seeds,
-                rounds,
-            )
-
-
-def _without_defaults(changes: Mapping[str, str]) -> dict[str, str]:
-    """One way to say each experiment, so that a run of one study is found by another."""
-    variant = changes.get("strategy.variant", "qff")
-    defaults = {
-        "strategy.variant": "qff",
-        "strategy.costs": variant,
-        "strategy.selector": "random",
-        "strategy.over": "maximal",
-    }
-    return {key: value for key, value in changes.items() if value != defaults[key]}
+) -> list[Planned]:
+    planned: list[Planned] = []
+    for limit, options in product(limits, settings):
+        # One way to say each experiment, so that a run of one study is found by another.
+        defaults = {"variant": "qff", "selector": "random", "over": "maximal"}
+        defaults["costs"] = options.get("variant", "qff")
+        changes = {f"strategy.{k}": v for k, v in options.items() if v != defaults[k]}
+        changes = {"devices.groups": f"limited:{limit:g}", **changes}
+        label = limited_label(limit, **options)
+        planned += _seeded(collection, collection.ablation, label, changes, seeds, rounds)
+    return planned
 
 
 def _seeded(
@@ -252,3 +238,46 @@ def _table_name(table: str) -> str:
 def _absolute(table: str) -> str:
     path = Path(table)
     return str(path.resolve()) if path.is_file() else table
+
+
+def missing(planned: Sequence[Planned], out: Path) -> list[Planned]:
+    """Those that have not been run to their end."""
+    return [one for one in planned if not RunFolder(out / str(one.name)).is_complete]
+
+
+def play(
+    planned: Sequence[Planned],
+    out: Path,
+    *,
+    watchers: Sequence[Watcher] = (),
+    announce: Callable[[str, int], None] = lambda _name, _rounds: None,
+) -> list[str]:
+    """Run what is missing, continue what was interrupted; why some could not be run.
+
+    An interrupted run may have been begun on another machine.
+    """
+    todo, problems = _with_data(missing(planned, out))
+    if not todo:
+        return problems
+    experiments = {out / str(one.name): one.experiment for one in todo}
+
+    def say(paths: Sequence[Path], rounds: int) -> None:
+        announce(in_short([path.name for path in paths]), rounds)
+
+    simulate_batch(experiments, resume=True, watchers=watchers, announce=say)
+    return problems
+
+
+def _with_data(planned: Sequence[Planned]) -> tuple[list[Planned], list[str]]:
+    """Those whose data is here, and one line for each row of which it is not."""
+    problems: dict[str, str] = {}
+    looked_at: set[str] = set()
+    for one in planned:
+        row = one.name.row
+        if row not in looked_at:
+            looked_at.add(row)
+            try:
+                load_data(one.experiment)
+            except DataNotFound as error:
+                problems[row] = f"{row} was not run: {error}"
+    return [one for one in planned if one.name.row not in problems], list(problems.values())

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from cocofl.profiling import ProfileTable, shipped
+from cocofl.report.palette import kind_of
+from cocofl.report.tables import TextTable
 from cocofl.reproduction.results import without_folder
-from cocofl.reproduction.tables import TextTable
 
 SAID = (
     "the paper, MobileNet on x64: time reduced by up to 90 %, memory by up to 89 %; against "
@@ -27,28 +28,21 @@ def tables_of(model: str, own: Path | None = None) -> list[ProfileTable]:
 def savings(tables: Sequence[ProfileTable]) -> TextTable:
     """The cheapest configuration of each table, and whether time and upload can be chosen apart."""
     alone = next((table for table in tables if table.variant == "f"), None)
-    lines = []
-    for table in tables:
-        kind = "width" if table.method == "width" else table.variant
-        correlation = float(np.corrcoef(table.time, table.upload)[0, 1])
-        lines.append(
-            (
-                without_folder(table.name),
-                kind,
-                str(len(table)),
-                _saved(table.time),
-                _saved(table.memory),
-                *_against(table, alone),
-                f"{correlation:.2f}",
-            )
-        )
-    header = (
-        *("table", "kind", "configurations", "time saved up to", "memory saved up to"),
-        *("against f: time", "memory", "correlation of time and upload"),
-    )
+    against = [_against(table, alone) for table in tables]
+    columns = {
+        "table": [without_folder(table.name) for table in tables],
+        "kind": [kind_of(table) for table in tables],
+        "configurations": [str(len(table)) for table in tables],
+        "time saved up to": [_saved(table.time) for table in tables],
+        "memory saved up to": [_saved(table.memory) for table in tables],
+        "against f: time": [time for time, _ in against],
+        "memory": [memory for _, memory in against],
+        "correlation of time and upload": [
+            f"{float(np.corrcoef(table.time, table.upload)[0, 1]):.2f}" for table in tables
+        ],
+    }
     notes = (SAID, *(without_folder(table.describe()) for table in tables))
-    model = tables[0].model if tables else ""
-    return TextTable(f"{model}: what configurations save", header, tuple(lines), notes)
+    return TextTable.of(f"{tables[0].model}: what configurations save", columns, notes)
 
 
 def _saved(costs: np.ndarray) -> str:

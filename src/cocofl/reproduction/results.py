@@ -6,7 +6,6 @@ The same lines are a CSV file: small enough to publish, and enough to make every
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -16,14 +15,14 @@ from typing import Any
 
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
-from cocofl.experiment import Run
+from cocofl.experiment import Run, Spread
 from cocofl.fl.strategies import recorded_facts
 from cocofl.fl.strategies.facts import WIDTHS
 from cocofl.profiling.table import PREFIX
-from cocofl.report.findings import Spread
+from cocofl.report.tables import TextTable
 from cocofl.reproduction.collection import Collection, is_ablation
 from cocofl.reproduction.plans import Name, label_of, shortened, strategy_of
-from cocofl.runlog import EXPERIMENT, write_text
+from cocofl.runlog import EXPERIMENT, Scores, metric_names, scores_by_name, write_text
 
 LATE_EVALUATIONS = 10
 LATE = "last ten"
@@ -43,8 +42,6 @@ class Result:
     seed: int
     rounds: int
     statistics: str
-    accuracy: float
-    f1: float
     table: str
     """Which profile table served it, and where that was measured."""
     changes: str
@@ -56,17 +53,20 @@ class Result:
     torch: str
     python: str
     commit: str
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """By metric."""
     groups: Mapping[str, float] = field(default_factory=dict)
+    """What each group of devices has of the first metric."""
 
     def value(self, which: str) -> float | None:
-        """``accuracy``, ``f1``, or a group's accuracy."""
-        if which in ("accuracy", "f1"):
-            return float(getattr(self, which))
-        return self.groups.get(which)
+        """Of a metric, or of a group."""
+        return self.scores.get(which, self.groups.get(which))
 
 
-PLAIN = tuple(f.name for f in fields(Result) if f.name != "groups")
-_NUMBERS = {"seed": int, "rounds": int, "accuracy": float, "f1": float, "minutes": float}
+_PLAIN = tuple(f.name for f in fields(Result) if f.name not in ("scores", "groups"))
+_SPLIT = _PLAIN.index("table")
+"""Metrics stand before this column, groups behind the last."""
+_NUMBERS = {"seed": int, "rounds": int, "minutes": float}
 
 
 def find(out: Path, collection: Collection, rows: Sequence[str]) -> tuple[list[Result], list[str]]:
@@ -108,15 +108,17 @@ def spread(
 
 def write(path: Path, results: Sequence[Result]) -> None:
     """As CSV."""
+    metrics = list(dict.fromkeys(name for result in results for name in result.scores))
     groups = list(dict.fromkeys(group for result in results for group in result.groups))
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow([*PLAIN, *groups])
-    for result in results:
-        plain = [getattr(result, name) for name in PLAIN]
-        lines.writerow([*plain, *(result.groups.get(group, "") for group in groups)])
+    lines = []
+    for one in results:
+        plain = [str(getattr(one, name)) for name in _PLAIN]
+        scores = [str(one.scores.get(name, "")) for name in metrics]
+        of_groups = [str(one.groups.get(group, "")) for group in groups]
+        lines.append((*plain[:_SPLIT], *scores, *plain[_SPLIT:], *of_groups))
+    header = (*_PLAIN[:_SPLIT], *metrics, *_PLAIN[_SPLIT:], *groups)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text.getvalue())
+    write_text(path, TextTable("", header, tuple(lines)).csv())
 
 
 def read(path: Path) -> list[Result]:
@@ -126,19 +128,27 @@ def read(path: Path) -> list[Result]:
             return [_parse(line) for line in csv.DictReader(file)]
     except KeyError as error:
         raise InvalidSetting(f"{path} is not a file of results: it lacks column {error}") from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, csv.Error) as error:
         raise InvalidSetting(f"{path} is not a file of results: {error}") from error
 
 
 def _parse(line: Mapping[str, str]) -> Result:
-    plain: dict[str, Any] = {name: _NUMBERS.get(name, str)(line[name]) for name in PLAIN}
-    groups = {key: float(value) for key, value in line.items() if key not in PLAIN and value}
-    return Result(**plain, groups=groups)
+    plain: dict[str, Any] = {name: _NUMBERS.get(name, str)(line[name]) for name in _PLAIN}
+    names = list(line)
+    scores, groups = (
+        {key: float(line[key]) for key in keys if key not in _PLAIN and line[key]}
+        for keys in (names[: names.index("table")], names[names.index("table") :])
+    )
+    return Result(**plain, scores=scores, groups=groups)
 
 
 def _results_of(run: Run, name: Name, expected: Experiment) -> list[Result]:
-    experiment = run.experiment
+    experiment, by_group = run.experiment, f"group_{run.metrics[0].name}"
     seconds = sum(line["train_s"] + line["evaluate_s"] for line in run.folder.timing())
+    origin = {
+        key: run.folder.origin(key)
+        for key in ("engine", "hardware", "cocofl", "torch", "python", "commit")
+    }
     return [
         Result(
             row=name.row,
@@ -146,35 +156,26 @@ def _results_of(run: Run, name: Name, expected: Experiment) -> list[Result]:
             seed=experiment.seed,
             rounds=experiment.rounds,
             statistics=statistics,
-            accuracy=final["accuracy"],
-            f1=final["f1"],
             table=run.folder.by_part(partial(_table, experiment)),
             changes=_changes(name, experiment, expected),
             minutes=round(seconds / 60, 1),
-            engine=run.folder.origin("engine"),
-            hardware=run.folder.origin("hardware"),
-            cocofl=run.folder.origin("cocofl"),
-            torch=run.folder.origin("torch"),
-            python=run.folder.origin("python"),
-            commit=run.folder.origin("commit"),
-            groups=final["group_accuracy"],
+            scores=_means([{key: one[key] for key in metric_names(one)} for one in found]),
+            groups=_means([scores_by_name(one, by_group) for one in found]),
+            **origin,
         )
-        for statistics, final in (run.final_by_statistics | _late(run)).items()
+        for statistics, found in _tested(run).items()
     ]
 
 
-def _late(run: Run) -> dict[str, dict[str, Any]]:
-    last = run.evaluated[-LATE_EVALUATIONS:]
-    if len(last) < LATE_EVALUATIONS:
-        return {}
-    means: dict[str, Any] = {key: _mean(one[key] for one in last) for key in ("accuracy", "f1")}
-    groups = last[0]["group_accuracy"]
-    means["group_accuracy"] = {g: _mean(one["group_accuracy"][g] for one in last) for g in groups}
-    return {LATE: means}
+def _tested(run: Run) -> dict[str, list[Scores]]:
+    """The end with each kind of statistics, and the last evaluations where there are enough."""
+    last = [record.scores for record in run.evaluated[-LATE_EVALUATIONS:]]
+    late = {LATE: last} if len(last) == LATE_EVALUATIONS else {}
+    return {kind: [scores] for kind, scores in run.final_by_statistics.items()} | late
 
 
-def _mean(values: Iterable[float]) -> float:
-    return round(fmean(values), 6)
+def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: round(fmean(one[key] for one in found), 6) for key in found[0]}
 
 
 def without_folder(description: str) -> str:
@@ -231,11 +232,10 @@ def _changes(name: Name, experiment: Experiment, expected: Experiment) -> str:
 
 
 def _state(run: Run) -> str:
-    tested = run.evaluated
-    if not tested:
+    if not run.evaluated:
         return f"{len(run.rounds)} of {run.experiment.rounds} rounds"
-    last = tested[-1]
-    return f"{last['accuracy']:.1%} after round {last['round']} of {run.experiment.rounds}"
+    said = ", ".join(run.metrics[0].found_in(run.final.scores))
+    return f"{said} after round {run.final.round} of {run.experiment.rounds}"
 
 
 def _key(result: Result) -> tuple[str, str, int, int, str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from cocofl.fl.metrics import STATISTICS
+from cocofl.experiment import Spread
+from cocofl.fl.metrics import STATISTICS, MetricFacts
 from cocofl.fl.strategies import StrategyFacts, facts_of, recorded_facts
 from cocofl.fl.strategies.facts import BASELINE, PROPOSED
-from cocofl.report.findings import Spread
+from cocofl.report.tables import NOTHING, TextTable
 from cocofl.reproduction.collection import Collection, on_one_place
 from cocofl.reproduction.plans import (
     SELECTIONS,
@@ -21,31 +20,8 @@ from cocofl.reproduction.plans import (
 )
 from cocofl.reproduction.results import LATE, Result, spread
 
-_NOTHING = "–"
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table of texts with a title above and notes below."""
-
-    title: str
-    header: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-
-    def markdown(self) -> str:
-        """For a page."""
-        rule = ["---", *["--:"] * (len(self.header) - 1)]
-        cells = [self.header, rule, *self.lines]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in cells)
-        notes = "".join(f"- {note}\n" for note in self.notes)
-        return f"## {self.title}\n\n{table}\n" + (f"\n{notes}" if notes else "")
-
-    def csv(self) -> str:
-        """For other programs."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.header, *self.lines])
-        return text.getvalue()
+_SHARE = MetricFacts("", is_share=True)
+"""What the paper reports, accuracy and F1, are shares; so are those of groups."""
 
 
 def of_row(collection: Collection, results: Sequence[Result], row: str) -> TextTable | None:
@@ -58,41 +34,34 @@ def of_row(collection: Collection, results: Sequence[Result], row: str) -> TextT
     )
     if not own:
         return None
-    metric, kinds = collection.metric(row), _kinds(own)
-
-    def ours(label: str, kind: str, which: str) -> Spread | None:
-        return spread(own, row, label, kind, which)
-
-    def paper(label: str) -> Spread | None:
-        return collection.published.get((row, strategy_of(label), metric))
-
-    def cell(kind: str, which: str) -> Callable[[str], str]:
-        return lambda label: _percent(ours(label, kind, which))
-
-    columns: dict[str, Callable[[str], str]] = {"": str}
+    metric, kinds, labels = collection.metric(row), _kinds(own), labels_of(own)
+    published = [collection.published.get((row, strategy_of(one), metric)) for one in labels]
+    columns = {"": labels}
     if collection.published:
-        columns["paper"] = lambda label: _percent(paper(label))
+        columns["paper"] = [*map(_percent, published)]
     for kind in kinds:
-        columns[kind if kind == LATE else f"{kind} statistics"] = cell(kind, metric)
+        found = [spread(own, row, label, kind, metric) for label in labels]
+        columns[kind if kind == LATE else f"{kind} statistics"] = [*map(_percent, found)]
     if collection.published:
-        columns["difference"] = lambda label: _points(ours(label, kinds[0], metric), paper(label))
+        found = [spread(own, row, label, kinds[0], metric) for label in labels]
+        columns["difference"] = [*map(_points, found, published)]
     for group in groups_of(own):
-        columns[group] = cell(kinds[0], group)
-    columns["seeds"] = lambda label: str(len({one.seed for one in own if one.strategy == label}))
-    return TextTable(
-        f"{row}: {'macro F1' if metric == 'f1' else 'accuracy'} in %, {own[0].rounds} rounds",
-        tuple(columns),
-        tuple(tuple(made(label) for made in columns.values()) for label in labels_of(own)),
-        (*_ahead(collection, own, row, metric), *origins(own)),
-    )
+        of_group = (spread(own, row, label, kinds[0], group) for label in labels)
+        columns[group] = [*map(_percent, of_group)]
+    seeds = {label: {one.seed for one in own if one.strategy == label} for label in labels}
+    columns["seeds"] = [str(len(seeds[label])) for label in labels]
+    title = f"{row}: {'macro F1' if metric == 'f1' else metric} in %, {own[0].rounds} rounds"
+    notes = (*_ahead(collection, own, row, metric), *origins(own))
+    return TextTable.of(title, columns, notes)
 
 
 def fairness(collection: Collection, results: Sequence[Result], row: str) -> TextTable | None:
     """The accuracy of each group of devices, beside what the paper's text says."""
     own = longest(one for one in results if one.row == row and not in_one_place(one))
-    if not own:
+    groups = groups_of(own)
+    if not groups:
         return None
-    groups, lines = groups_of(own), []
+    lines = []
     for label in labels_of(own):
         known = [collection.published.get((row, strategy_of(label), group)) for group in groups]
         found = {
@@ -260,10 +229,10 @@ def groups_of(results: Sequence[Result]) -> list[str]:
 
 
 def _percent(found: Spread | None) -> str:
-    return found.percent() if found is not None else _NOTHING
+    return found.text(_SHARE) if found is not None else NOTHING
 
 
 def _points(one: Spread | None, other: Spread | None) -> str:
     if one is None or other is None:
-        return _NOTHING
+        return NOTHING
     return f"{100 * (one.mean - other.mean):+.1f}"
