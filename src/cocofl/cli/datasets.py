@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from cocofl import data
 from cocofl.cli.printing import Json, check_writable, print_json, print_text_table, starting
+from cocofl.errors import InvalidSetting
 from cocofl.named import vouch_for
 from cocofl.report.sources import Holdings, printable
 from cocofl.report.tables import TextTable
@@ -91,32 +92,42 @@ def data_show(
     group_of = data.partition.equal_groups(devices, groups, seed)
     rule = data.Rule(split, alpha, not unequal)
     partition = data.divide(train, devices, seed, rule, group_of)
-    counts = data.partition.class_counts(partition, train.labels, train.facts.num_classes)
-    names = GROUPS_OF_THREE if groups == 3 else tuple(f"group {one}" for one in range(groups))
+    held = _holdings(train, partition, group_of, seed)
     with_alpha = f", alpha {alpha:g}" if split in ("dirichlet", "rc", "rc-mixed") else ""
     title = f"{name}: {split}{with_alpha}, {devices} devices, seed {seed}"
-    held = Holdings(counts, group_of, tuple(train.facts.class_names), names, seed)
     save_bubble_chart(path, held, title)
     low, high = int(partition.sizes.min()), int(partition.sizes.max())
     if as_json:
-        densities = data.partition.class_densities(_group_counts(held))
-        found = {
-            "name": name,
-            "rule": asdict(rule),
-            "samples": len(train),
-            "devices": devices,
-            "samples_per_device": [low, high],
-            "remainder": len(partition.remainder),
-            "class_names": train.facts.class_names,
-            "densities": dict(zip(names, densities.tolist(), strict=True)),
-            "chart": str(path),
-        }
-        print_json(found)
+        densities = data.partition.class_densities(_group_counts(held)).tolist()
+        print_json(
+            {
+                "name": name,
+                "rule": asdict(rule),
+                "samples": len(train),
+                "devices": devices,
+                "samples_per_device": [low, high],
+                "remainder": len(partition.remainder),
+                "class_names": train.facts.class_names,
+                "densities": dict(zip(held.group_names, densities, strict=True)),
+                "chart": str(path),
+            }
+        )
     else:
         print_text_table(_density_table(held, title))
-        sizes = low if low == high else f"{low} to {high}"
-        print(f"{devices} devices with {sizes} samples each; {len(partition.remainder)} left over.")
+        each = f"{low if low == high else f'{low} to {high}'} samples each"
+        print(f"{devices} devices with {each}; {len(partition.remainder)} left over.")
         print(f"Chart: {path}")
+
+
+def _holdings(
+    train: data.Split, partition: data.Partition, group_of: NDArray[np.int64], seed: int
+) -> Holdings:
+    if train.facts.labels != "classes":
+        raise InvalidSetting(f"the labels are {train.facts.labels}: only classes can be shown")
+    counts = data.partition.class_counts(partition, train.labels, train.facts.num_classes)
+    groups = int(group_of.max()) + 1
+    names = GROUPS_OF_THREE if groups == 3 else tuple(f"group {one}" for one in range(groups))
+    return Holdings(counts, group_of, tuple(train.facts.class_names), names, seed)
 
 
 def _group_counts(held: Holdings) -> NDArray[np.int64]:

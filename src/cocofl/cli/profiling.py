@@ -75,8 +75,7 @@ def profile(
         model, batch, classes, (), method, variant, backend, threads=cores, head=head
     )
     kind = "width" if method == "width" else variant
-    mark = f"{kind}-head" if head else kind
-    path = out or Path(f"{model.replace(':', '.')}-{mark}.json")
+    path = out or Path(f"{model.replace(':', '.')}-{kind}{'-head' * head}.json")
     if path.exists() and plot is None:
         raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
     if plot is not None:
