@@ -55,7 +55,7 @@ class Sources:
         self._lines = scene.lines
         # No strategy is played here and nothing tested, and the run's own may have been the user's.
         neutral = scene.first.experiment.with_strategy(NEEDS_NOTHING)
-        self._experiment: Experiment = neutral.changed({"evaluation.metrics": ["accuracy"]})
+        self._experiment: Experiment = neutral.changed({"evaluation.metrics": ["loss"]})
 
     def holdings(self) -> Holdings:
         """Who held what in the scene's first run."""
