@@ -30,12 +30,12 @@ from cocofl.fl.local import Task
 from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.state import ServerState, Tensors
-from cocofl.flower.updates import Contract, Limits
+from cocofl.flower.updates import Contract
 from cocofl.freeze.state import block_state
 from cocofl.span import Span
 
 Rng = np.random.Generator
-LIMITS = Limits(max_samples=5000, max_change=3.0)
+MAX_SAMPLES, MAX_CHANGE = 5000, 3.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def real_updates() -> tuple[BlockChain, Tensors, list[Original]]:
     workshop = job.workshop
     assert job.federation is not None
     chain = workshop.chain()
-    contract = Contract(chain, LIMITS)
+    contract = Contract(chain, max_samples=MAX_SAMPLES, max_change=MAX_CHANGE)
     found = []
     for start in range(len(chain)):
         for stop in range(start + 1, len(chain) + 1):
@@ -244,7 +244,7 @@ def second_opinion(chain: BlockChain, state: Tensors, payload: bytes) -> str:
     expected = sum(t.numel() for t in own.values())
     if set(tensors) - {"scales"} != {"F32"} or tensors["F32"].shape != (expected,):
         return "not the values of its span"
-    if not 1 <= about["samples"] <= LIMITS.max_samples or not math.isfinite(about["loss"]):
+    if not 1 <= about["samples"] <= MAX_SAMPLES or not math.isfinite(about["loss"]):
         return "samples or loss"
     scales = tensors.get("scales", torch.ones(0))
     if len(scales) != bin(int(about["scales"], 16)).count("1") or not bool((scales > 0).all()):
@@ -253,7 +253,7 @@ def second_opinion(chain: BlockChain, state: Tensors, payload: bytes) -> str:
         return "not finite"
     before = torch.cat([state[key].flatten() for key in own]).double()
     moved = float((tensors["F32"].double() - before).norm())
-    if moved > LIMITS.max_change * (1 + float(before.norm())) * (1 + 1e-9):
+    if moved > MAX_CHANGE * (1 + float(before.norm())) * (1 + 1e-9):
         return "too far away"
     return ""
 
@@ -271,7 +271,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chain, state, originals = real_updates()
-    contract = Contract(chain, LIMITS)
+    contract = Contract(chain, max_samples=MAX_SAMPLES, max_change=MAX_CHANGE)
     for original in originals:
         span, received = contract.decode(original.payload, state)
         assert contract.encode(received) == original.payload, span

@@ -331,6 +331,8 @@ def test_strategies_that_send_slices_are_refused(tmp_path: Path) -> None:
         ("flower.nodes", "three", "expected a whole number"),
         ("flower.nodes", 0, "at least 1"),
         ("flower.round_s", 0.0, "above 0"),
+        ("flower.max_samples", 0, "at least 1"),
+        ("flower.max_change", float("nan"), "above 0"),
         ("training.lrr", 0.1, "did you mean lr"),
     ],
 )

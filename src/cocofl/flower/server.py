@@ -84,7 +84,12 @@ class Server(Executor):
         self._grid, self._deployment = grid, deployment
         # Who the devices are, and what they have, is not for the server to say.
         self.setup = Setup(alike_devices(experiment, 1).changed({"data.split": "iid"}))
-        self._contract = Contract(self.setup.chain, deployment.limits, self.setup.workshop.codec)
+        self._contract = Contract(
+            self.setup.chain,
+            self.setup.workshop.codec,
+            max_samples=deployment.max_samples,
+            max_change=deployment.max_change,
+        )
         self.job = _of_a_network(self.setup.job(), self._judge)
         self._common = {
             "experiment": experiment.to_dict(),

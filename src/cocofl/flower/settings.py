@@ -20,7 +20,7 @@ from cocofl.config import Experiment, from_table, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import BLOCKS
-from cocofl.flower.updates import Limits
+from cocofl.flower.updates import MAX_CHANGE, MAX_SAMPLES
 from cocofl.named import nearest
 
 SECTION = "flower."
@@ -42,19 +42,18 @@ class Deployment:
     """How long to wait for enough nodes before giving up."""
     round_s: float = 120.0
     """How long to wait for replies; who has not answered by then is late."""
-    max_samples: int = Limits.max_samples
-    max_change: float = Limits.max_change
+    max_samples: int = MAX_SAMPLES
+    """The most samples that one device's update may stand for: they are its weight in the merge."""
+    max_change: float = MAX_CHANGE
+    """The largest norm of a change, as a multiple of 1 + the norm of what it changes."""
 
     def __post_init__(self) -> None:
         check_number("flower.nodes", self.nodes, least=1)
         check_number("flower.per_round", self.per_round, least=0)
         check_number("flower.wait_s", self.wait_s, above=0)
         check_number("flower.round_s", self.round_s, above=0)
-
-    @property
-    def limits(self) -> Limits:
-        """What the server takes for a reasonable update."""
-        return Limits(self.max_samples, self.max_change)
+        check_number("flower.max_samples", self.max_samples, least=1)
+        check_number("flower.max_change", self.max_change, above=0)
 
 
 def read_run_config(config: Mapping[str, Any]) -> tuple[Experiment, Deployment]:

@@ -16,11 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import reduce
-from itertools import pairwise
-from operator import or_
+from collections.abc import Mapping
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +26,6 @@ from torch import Tensor
 
 from cocofl.budget import bytes_text
 from cocofl.chain import BlockChain
-from cocofl.checks import check_number
 from cocofl.errors import RejectedUpdate
 from cocofl.fl.codec import Codec, Identity
 from cocofl.fl.state import Contribution, Tensors
@@ -37,6 +33,8 @@ from cocofl.freeze import Network
 from cocofl.freeze.state import block_state
 from cocofl.span import Blocks, Span
 
+MAX_SAMPLES = 1_000_000
+MAX_CHANGE = 10.0
 _FORMAT = "cocofl update 1"
 _DTYPES = {
     torch.float32: "F32",
@@ -52,34 +50,23 @@ _DTYPES = {
 }
 _SCALES, _ENCODED = "scales", "encoded"
 _HEADER_BYTES = 4096
-_VARIANCE = "running_var"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the server takes for reasonable, whatever a device says."""
-
-    max_samples: int = 1_000_000
-    """The most samples that one device's update may stand for: they are its weight in the merge."""
-    max_change: float = 10.0
-    """The largest norm of a change, as a multiple of 1 + the norm of what it changes."""
-
-    def __post_init__(self) -> None:
-        check_number("flower.max_samples", self.max_samples, least=1)
-        check_number("flower.max_change", self.max_change, above=0)
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Slot(NamedTuple):
-    """One tensor of the network."""
+    """One tensor of the network, or a scale, and what it is in an update."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    codec: Codec
+    stretch: str
+    """The flat tensor of the file that holds its values."""
 
     @property
-    def size(self) -> int:
-        """How many values it has."""
-        return math.prod(self.shape)
+    def nbytes(self) -> int:
+        """The bytes of its values."""
+        return self.codec.size_bytes(self.shape, self.dtype)
 
 
 class Facts(NamedTuple):
@@ -88,7 +75,8 @@ class Facts(NamedTuple):
     blocks: Blocks
     samples: int
     loss: float
-    scales: tuple[str, ...]
+    scales: int
+    """A bit for each scale that the blocks can have: whether it is there."""
 
 
 class Contract:
@@ -110,59 +98,69 @@ class Contract:
     """
 
     def __init__(
-        self, chain: BlockChain, limits: Limits | None = None, codec: Codec | None = None
+        self,
+        chain: BlockChain,
+        codec: Codec | None = None,
+        *,
+        max_samples: int = MAX_SAMPLES,
+        max_change: float = MAX_CHANGE,
     ) -> None:
-        self.limits, self._codec = limits or Limits(), codec or Identity()
+        self._codec = codec or Identity()
+        self._max_samples, self._max_change = max_samples, max_change
         self._slots = [
-            [Slot(key, t.dtype, tuple(t.shape)) for key, t in block_state(block).items()]
+            [self._slot(key, tensor) for key, tensor in block_state(block).items()]
             for block in chain.blocks
         ]
-        self._scales = Network.of(chain).block_scale_keys
-        # A bit for every scale, and the ends of every other block.
-        self.header_limit = _HEADER_BYTES + sum(map(len, self._scales)) + 8 * len(self._slots)
+        self._scales = [
+            [Slot(key, torch.float32, (), Identity(), _SCALES) for key in keys]
+            for keys in Network.of(chain).block_scale_keys
+        ]
         everything = Span(0, len(self._slots))
-        values = sum(map(self._size, self.slots(everything)))
-        self.max_bytes = 8 + self.header_limit + values + 4 * len(self.scale_keys(everything))
+        slots, scales = self.slots(everything), self.scales(everything)
+        # A bit for every scale, and the ends of every other block.
+        self._header_limit = _HEADER_BYTES + len(scales) + 8 * len(self._slots)
+        self.max_bytes = 8 + self._header_limit + sum(slot.nbytes for slot in slots + scales)
 
-    def _size(self, slot: Slot) -> int:
-        """The bytes of a tensor in an update."""
-        by = self._codec if slot.dtype.is_floating_point and slot.shape else Identity()
-        return by.size_bytes(slot.shape, slot.dtype)
+    def _slot(self, key: str, tensor: Tensor) -> Slot:
+        codec = self._codec if tensor.is_floating_point() and tensor.ndim else Identity()
+        stretch = _DTYPES[tensor.dtype] if self._codec.is_exact else _ENCODED
+        return Slot(key, tensor.dtype, tuple(tensor.shape), codec, stretch)
 
     def slots(self, blocks: Blocks) -> list[Slot]:
         """The tensors of blocks, in order."""
         return [slot for block in blocks for slot in self._slots[block]]
 
-    def scale_keys(self, blocks: Blocks) -> list[str]:
+    def scales(self, blocks: Blocks) -> list[Slot]:
         """The scales that a device can measure in blocks."""
-        return [key for block in blocks for key in self._scales[block]]
+        return [slot for block in blocks for slot in self._scales[block]]
 
     # --- the device's side -----------------------------------------------------------------------
 
     def encode(self, contribution: Contribution) -> bytes:
         """A contribution as bytes; it must be of whole blocks."""
-        blocks = self._blocks_of(contribution.tensors)
-        tensors = contribution.tensors
-        scales = tuple(key for key in self.scale_keys(blocks) if key in tensors)
-        facts = Facts(blocks, contribution.samples, float(contribution.loss), scales)
-        sent = contribution.payloads
-        values = [
-            sent.get(slot.key) or _bytes(tensors[slot.key]) for slot in self._in_file_order(blocks)
-        ]
-        return b"".join([self._header(facts), *values, *(_bytes(tensors[key]) for key in scales)])
+        tensors, payloads = contribution.tensors, contribution.payloads
+        blocks = self._blocks_of(tensors)
+        bits = sum(1 << i for i, slot in enumerate(self.scales(blocks)) if slot.key in tensors)
+        facts = Facts(blocks, contribution.samples, float(contribution.loss), bits)
+        header, slots = self._form(facts)
+        encode, rng = Identity().encode, np.random.default_rng(0)
+        return header + b"".join(
+            payloads.get(slot.key) or encode(tensors[slot.key], tensors[slot.key], rng)
+            for slot in slots
+        )
 
     def _blocks_of(self, tensors: Mapping[str, Tensor]) -> Blocks:
         touched = [
-            Span(index, index + 1)
+            f"{index}:{index + 1}"
             for index, block in enumerate(self._slots)
             if any(slot.key in tensors for slot in block)
         ]
         if not touched:
             raise RejectedUpdate("span", "the contribution has no tensor of the network")
-        blocks: Blocks = reduce(or_, touched)
+        blocks = Blocks.parse("+".join(touched))
         wanted = {slot.key: slot for slot in self.slots(blocks)}
-        known = wanted.keys() | set(self.scale_keys(blocks))
-        for key in sorted(wanted.keys() - tensors.keys()) + sorted(tensors.keys() - known):
+        measured = {slot.key for slot in self.scales(blocks)}
+        for key in sorted(wanted.keys() ^ (tensors.keys() - measured)):
             what = "lacks" if key in wanted else "has, besides its own tensors,"
             raise RejectedUpdate("span", f"the contribution of {blocks} {what} {key!r}")
         for key, slot in wanted.items():
@@ -191,17 +189,29 @@ class Contract:
                 f"{bytes_text(self.max_bytes)}",
             )
         facts = self._facts(payload)
-        header = self._header(facts)
+        header, slots = self._form(facts)
         if not payload.startswith(header):
             raise RejectedUpdate("format", "the header is not the one that belongs to its metadata")
-        tensors = self._values(payload, len(header), facts, state)
-        self._check_values(tensors, state, facts)
+        ends = list(accumulate((slot.nbytes for slot in slots), initial=len(header)))
+        if len(payload) != ends[-1]:
+            wanted, came = ends[-1] - len(header), len(payload) - len(header)
+            raise RejectedUpdate(
+                "size", f"{facts.blocks} needs {wanted} bytes of values; {came} came"
+            )
+        found = {
+            slot.key: _value(slot, payload[begin:end], state)
+            for slot, (begin, end) in zip(slots, pairwise(ends), strict=True)
+        }
+        self._check_change(found, state, facts.blocks)
+        # In the network's own order, as a device's contribution has them.
+        order = self.slots(facts.blocks) + self.scales(facts.blocks)
+        tensors = {slot.key: found[slot.key] for slot in order if slot.key in found}
         return facts.blocks, Contribution(tensors, facts.samples, facts.loss)
 
     def _facts(self, payload: bytes) -> Facts:
         """Read the metadata; every field is checked, and nothing else may be there."""
         length = int.from_bytes(payload[:8], "little")
-        if len(payload) < 8 or not 2 <= length <= min(self.header_limit, len(payload) - 8):
+        if len(payload) < 8 or not 2 <= length <= min(self._header_limit, len(payload) - 8):
             raise RejectedUpdate("format", "the update is no safetensors file of this size")
         try:
             text = json.loads(payload[8 : 8 + length].decode("ascii"))["__metadata__"]["cocofl"]
@@ -212,152 +222,94 @@ class Contract:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RejectedUpdate("format", f"the metadata cannot be read: {error!r:.200}") from None
         blocks = self._read_blocks(ends)
-        most = self.limits.max_samples
-        if not (_is_int(samples) and 1 <= samples <= most):
+        most = self._max_samples
+        if not (type(samples) is int and 1 <= samples <= most):
             raise RejectedUpdate(
                 "samples", f"the update claims {samples!r:.20} samples; expected 1 to {most}"
             )
         if not (isinstance(loss, float) and math.isfinite(loss)):
             raise RejectedUpdate("values", f"the loss is {loss!r:.20}; expected a finite number")
-        keys = self.scale_keys(blocks)
-        if not 0 <= bits < 2 ** len(keys):
+        if not 0 <= bits < 2 ** len(self.scales(blocks)):
             raise RejectedUpdate("scales", f"the update has scales that {blocks} does not have")
-        scales = tuple(key for i, key in enumerate(keys) if bits >> i & 1)
-        return Facts(blocks, samples, loss, scales)
+        return Facts(blocks, samples, loss, bits)
 
     def _read_blocks(self, ends: Any) -> Blocks:
         """Blocks from the ends of their spans; each begins after the one before has ended."""
         count = len(self._slots)
-        if (
-            not isinstance(ends, list)
-            or not 2 <= len(ends) <= count + 1
-            or len(ends) % 2
-            or not all(map(_is_int, ends))
-            or not all(a < b for a, b in pairwise([-1, *ends, count + 1]))
-        ):
+        are_numbers = isinstance(ends, list) and all(type(end) is int for end in ends)
+        in_order = sorted(set(ends) & set(range(count + 1))) if are_numbers else []
+        if not in_order or in_order != ends or len(ends) % 2:
             raise RejectedUpdate(
                 "span", f"the span is {ends!r:.60}; the network has {count} blocks"
             )
-        return Blocks.parse(
-            "+".join(f"{a}:{b}" for a, b in zip(ends[::2], ends[1::2], strict=True))
-        )
+        spans = zip(ends[::2], ends[1::2], strict=True)
+        return Blocks.parse("+".join(f"{start}:{stop}" for start, stop in spans))
 
-    def _values(
-        self, payload: bytes, begin: int, facts: Facts, state: Mapping[str, Tensor]
-    ) -> Tensors:
-        slots = self._in_file_order(facts.blocks)
-        sizes = [*map(self._size, slots), *(4 for _ in facts.scales)]
-        slots += [Slot(key, torch.float32, ()) for key in facts.scales]
-        wanted = sum(sizes)
-        if len(payload) - begin != wanted:
-            raise RejectedUpdate(
-                "size",
-                f"{facts.blocks} needs {wanted} bytes of values; {len(payload) - begin} came",
-            )
-        tensors, at = {}, begin
-        for slot, size in zip(slots, sizes, strict=True):
-            tensors[slot.key] = self._decoded(slot, payload[at : at + size], state)
-            at += size
-        # In the network's own order, as a device's contribution has them.
-        order = [slot.key for slot in self.slots(facts.blocks)] + list(facts.scales)
-        return {key: tensors[key] for key in order}
-
-    def _decoded(self, slot: Slot, payload: bytes, state: Mapping[str, Tensor]) -> Tensor:
-        if self._codec.is_exact or not slot.dtype.is_floating_point or not slot.shape:
-            return Identity().decode(payload, torch.empty(slot.shape, dtype=slot.dtype))
-        try:
-            found = self._codec.decode(payload, state[slot.key])
-        except Exception as error:  # whatever a codec of the user's makes of hostile bytes
-            raise RejectedUpdate("format", f"{slot.key!r}: {error!r:.200}") from error
-        if tuple(found.shape) != slot.shape or found.dtype != slot.dtype:
-            raise RejectedUpdate("layout", f"{slot.key!r} is decoded to another shape or type")
-        return found
-
-    def _check_values(
-        self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], facts: Facts
-    ) -> None:
-        scales = set(facts.scales)
+    def _check_change(self, new: Tensors, state: Mapping[str, Tensor], blocks: Blocks) -> None:
         change, size = 0.0, 0.0
-        for key, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise RejectedUpdate("values", f"{key!r} holds NaN or infinite values")
-            if key in scales:
-                if not float(tensor) > 0:
-                    raise RejectedUpdate("scales", f"{key!r} is {float(tensor)}, not above 0")
-                continue
-            if key.endswith(_VARIANCE) and bool((tensor < 0).any()):
-                raise RejectedUpdate("values", f"{key!r} holds a negative variance")
-            old = state[key].double()
-            change += float((tensor.double() - old).square().sum())
+        for slot in self.slots(blocks):
+            old = state[slot.key].double()
+            change += float((new[slot.key].double() - old).square().sum())
             size += float(old.square().sum())
-        most = self.limits.max_change * (1 + math.sqrt(size))
+        most = self._max_change * (1 + math.sqrt(size))
         if not math.sqrt(change) <= most:
             raise RejectedUpdate(
                 "change",
-                f"the update moves {facts.blocks} by {math.sqrt(change):.3g}; at most {most:.3g} "
-                f"is allowed (max_change = {self.limits.max_change:g})",
+                f"the update moves {blocks} by {math.sqrt(change):.3g}; at most {most:.3g} "
+                f"is allowed (max_change = {self._max_change:g})",
             )
 
     # --- the form --------------------------------------------------------------------------------
 
-    def _in_file_order(self, blocks: Blocks) -> list[Slot]:
-        """Tensors of one type lie together, wider types first so that all are aligned."""
-        return sorted(
-            self.slots(blocks), key=lambda slot: (-slot.dtype.itemsize, _DTYPES[slot.dtype])
-        )
-
-    def _header(self, facts: Facts) -> bytes:
-        """The only header that an update with these facts can have."""
-        keys = self.scale_keys(facts.blocks)
-        present = set(facts.scales)
+    def _form(self, facts: Facts) -> tuple[bytes, list[Slot]]:
+        """The only header that an update with these facts can have, and what follows it."""
+        slots, scales = self.slots(facts.blocks), self.scales(facts.blocks)
+        # Who has another network in mind is found out by names, types and shapes.
+        listing = [(slot.key, _DTYPES[slot.dtype], slot.shape) for slot in slots]
+        layout: list[Any] = [listing, [slot.key for slot in scales]]
+        if not self._codec.is_exact:
+            layout.append(repr(self._codec))
         metadata = {
             "format": _FORMAT,
-            "layout": self._fingerprint(facts.blocks),
+            "layout": hashlib.sha256(_json(layout).encode()).hexdigest()[:16],
             "span": [end for span in facts.blocks.spans for end in (span.start, span.stop)],
             "samples": facts.samples,
             "loss": facts.loss,
-            "scales": f"{sum(1 << i for i, key in enumerate(keys) if key in present):x}",
+            "scales": f"{facts.scales:x}",
         }
         header: dict[str, Any] = {"__metadata__": {"cocofl": _json(metadata)}}
+        # Tensors of one type lie together, wider types first so that all are aligned.
+        slots.sort(key=lambda slot: (-slot.dtype.itemsize, _DTYPES[slot.dtype]))
+        slots += [slot for i, slot in enumerate(scales) if facts.scales >> i & 1]
         at = 0
-        for name, dtype, count in self._stretches(facts):
-            size = count * dtype.itemsize
+        for name, stretch in groupby(slots, lambda slot: slot.stretch):
+            held = list(stretch)
+            dtype = torch.uint8 if name == _ENCODED else held[0].dtype
+            end = at + sum(slot.nbytes for slot in held)
             header[name] = {
                 "dtype": _DTYPES[dtype],
-                "shape": [count],
-                "data_offsets": [at, at + size],
+                "shape": [(end - at) // dtype.itemsize],
+                "data_offsets": [at, end],
             }
-            at += size
+            at = end
         text = _json(header).encode("ascii")
         text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-    def _stretches(self, facts: Facts) -> Iterator[tuple[str, torch.dtype, int]]:
-        """The flat tensors of the file: one per type, and the scales."""
-        slots = self._in_file_order(facts.blocks)
-        if not self._codec.is_exact:
-            yield _ENCODED, torch.uint8, sum(map(self._size, slots))
-            slots = []
-        for dtype in dict.fromkeys(slot.dtype for slot in slots):
-            yield _DTYPES[dtype], dtype, sum(slot.size for slot in slots if slot.dtype == dtype)
-        if facts.scales:
-            yield _SCALES, torch.float32, len(facts.scales)
-
-    def _fingerprint(self, blocks: Blocks) -> str:
-        """Of names, types and shapes: who has another network in mind is found out."""
-        listing = [(slot.key, _DTYPES[slot.dtype], slot.shape) for slot in self.slots(blocks)]
-        coded = [] if self._codec.is_exact else [repr(self._codec)]
-        text = _json([listing, self.scale_keys(blocks), *coded])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return len(text).to_bytes(8, "little") + text, slots
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return Identity().encode(tensor, tensor, np.random.default_rng(0))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def _value(slot: Slot, payload: bytes, state: Mapping[str, Tensor]) -> Tensor:
+    """A tensor from its bytes, if it can be one."""
+    is_scale = slot.stretch == _SCALES
+    try:
+        found = slot.codec.decode(payload, torch.empty(()) if is_scale else state[slot.key])
+    except Exception as error:  # whatever a codec of the user's makes of hostile bytes
+        raise RejectedUpdate("format", f"{slot.key!r}: {error!r:.200}") from error
+    if tuple(found.shape) != slot.shape or found.dtype != slot.dtype:
+        raise RejectedUpdate("layout", f"{slot.key!r} is decoded to another shape or type")
+    if not bool(torch.isfinite(found).all()):
+        raise RejectedUpdate("values", f"{slot.key!r} holds NaN or infinite values")
+    if is_scale and not float(found) > 0:
+        raise RejectedUpdate("scales", f"{slot.key!r} is {float(found)}, not above 0")
+    if slot.key.endswith("running_var") and bool((found < 0).any()):
+        raise RejectedUpdate("values", f"{slot.key!r} holds a negative variance")
+    return found
