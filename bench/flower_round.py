@@ -16,10 +16,12 @@ import itertools
 import json
 import os
 import re
+import socket
 import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from cocofl.config import Experiment
@@ -69,11 +71,12 @@ def deploy(folder: Path, rounds: int, supernodes: int, stock: bool) -> dict[str,
     text = (app / "pyproject.toml").read_text()
     (app / "pyproject.toml").write_text(text.replace("cocofl.flower.client:app", "measured:app"))
     os.environ["COCOFL_BENCH_MEMORY"] = str(folder / "memory.jsonl")
-    with Loopback(folder / "network", stock=stock) as network:
+    with Loopback(folder / "network") as network:
         for number in range(supernodes):
             limits = dict.fromkeys(("time", "memory", "upload"), BUDGETS[number % len(BUDGETS)])
             node = {"partition-id": number, "num-partitions": supernodes, **limits}
-            network.start_node(f"supernode{number}", node)
+            start = start_stock_node if stock else Loopback.start_node
+            start(network, f"supernode{number}", node)
         network.submit(app)
         ends = round_ends(folder / "run" / "metrics.jsonl", rounds)
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
@@ -91,6 +94,17 @@ def deploy(folder: Path, rounds: int, supernodes: int, stock: bool) -> dict[str,
         "later_mb": [one["Rss"] for one in memory if one["round"] > 1],
         "processes": [one["processes"] for one in memory],
     }
+
+
+def start_stock_node(network: Loopback, name: str, config: Mapping[str, float]) -> None:
+    """A SuperNode as Flower has it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["flower-supernode", "--host", "127.0.0.1", "--port", str(port), "--insecure"]
+    words += ["--superlink", f"127.0.0.1:{network.port}"]
+    words += ["--node-config", " ".join(f"{key}={value}" for key, value in config.items())]
+    network.spawn(name, words)
 
 
 def round_ends(metrics: Path, rounds: int) -> list[float]:

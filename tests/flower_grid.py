@@ -10,10 +10,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from cocofl.experiment import open_folder
-from cocofl.flower import client
-from cocofl.flower.server import Server, serve
-from cocofl.flower.settings import read_run_config
+from cocofl.flower import client, server
+from cocofl.runlog import RunFolder
 
 Node = Callable[[Message], Message | None]
 
@@ -69,9 +67,8 @@ def device(number: int, of: int = 2, **config: Any) -> Node:
 
 def play(folder: Path, nodes: dict[int, Node], config: Mapping[str, Any]):
     """A run on such a grid: the final state, its rounds, the grid."""
-    experiment, deployment = read_run_config({**config, "flower.folder": str(folder)})
     grid = Direct(nodes)
-    server = Server(grid, experiment, deployment)
-    with open_folder(folder, experiment, resume=deployment.resume) as run:
-        serve(server, run)
-        return run.model(), run.rounds(), grid
+    config = {**config, "flower.folder": str(folder)}
+    server.main(grid, Context(1, 1, {}, RecordDict(), config))
+    run = RunFolder(folder)
+    return run.model(), run.rounds(), grid

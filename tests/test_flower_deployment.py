@@ -15,7 +15,7 @@ import pytest
 from cocofl.experiment import Run
 from cocofl.flower.app import write_app
 from cocofl.flower.keys import make_certificates
-from cocofl.flower.loopback import DeploymentFailed, Loopback
+from cocofl.flower.loopback import NODE_PROGRAM, DeploymentFailed, Loopback
 from cocofl.flower.trial import await_run
 from cocofl.runlog import RunFolder
 
@@ -66,7 +66,9 @@ def test_tls_and_keys_let_the_right_ones_in_and_nobody_else(
         anonymous = network.start_node("anonymous")
         other = make_certificates(network.folder / "other")
         key = network.new_key("fooled", register=False)
-        fooled = network.start_node("fooled", key=key, authority=other.authority)
+        words = [*NODE_PROGRAM, "--superlink", f"127.0.0.1:{network.port}"]
+        words += ["--root-certificates", str(other.authority)]
+        fooled = network.spawn("fooled", [*words, "--auth-supernode-private-key", str(key)])
 
         await_run(network, network.submit(users_app(folder)), folder)
         (record,) = Run.open(folder).rounds

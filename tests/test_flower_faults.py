@@ -176,7 +176,8 @@ def server_app(network: Loopback) -> int:
 
 @pytest.mark.parametrize("what", ["serverapp", "superlink"])
 def test_a_server_killed_resumes_without_losing_a_round(tmp_path: Path, what: str) -> None:
-    with Loopback(tmp_path, database=True) as network:
+    database = ["--database", str(tmp_path / "link.db")]
+    with Loopback(tmp_path, link_options=database) as network:
         app, folder = make_app(network, rounds=6)
         for number in range(3):
             start(network, number)

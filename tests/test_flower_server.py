@@ -16,10 +16,8 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from cocofl.config import Experiment
 from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem, Untrusted
-from cocofl.experiment import open_folder
 from cocofl.flower.app import run_config, write_app
-from cocofl.flower.records import read_update, update_reply
-from cocofl.flower.server import Server, serve
+from cocofl.flower.records import update_reply
 from cocofl.flower.settings import Deployment, node_budget, read_run_config
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.hardware import Hardware
@@ -27,7 +25,7 @@ from cocofl.profiling.workspace import Settings
 from cocofl.runlog import only_writer
 from tests import flower_grid
 from tests.extensions import write_extensions
-from tests.flower_grid import Direct, Node, device
+from tests.flower_grid import Node, device
 from tests.states import same_state
 
 TINY = {
@@ -63,11 +61,8 @@ def test_devices_train_what_fits_and_send_only_that(tmp_path: Path) -> None:
 def test_the_reply_is_hardly_larger_than_the_update(tmp_path: Path) -> None:
     """All that Flower puts around it included."""
     changes = {"model.options.tiny": False, "rounds": 1, "flower.nodes": 1}
-    experiment, deployment = read_run_config({**TINY, **changes})
-    grid = Direct({1: device(0, 30)})
-    with open_folder(tmp_path / "run", experiment, resume=False) as folder:
-        serve(Server(grid, experiment, deployment), folder)
-        (record,) = folder.rounds()
+    config = {**TINY, **changes}
+    _, (record,), grid = flower_grid.play(tmp_path / "run", {1: device(0, 30)}, config)
     reply = grid.replies["0"]
     whole = sum(len(each.deflate()) for each in get_all_nested_objects(reply).values())
     assert record.count("merged") == 1
@@ -129,7 +124,7 @@ HONEST = device(0)
 
 
 def payload_of(message: Message) -> bytes:
-    return read_update(HONEST(message))
+    return HONEST(message).content.config_records["update"]["update"]
 
 
 def replied(message: Message, payload: bytes) -> Message:

@@ -1,53 +1,45 @@
 """The process that :mod:`cocofl.flower.node` keeps: a ClientApp, loaded once, answers messages.
 
-It ends with the node: when their sockets close, or, in the middle of training, when its parent is
-another one.
+It ends with the node, when their sockets close, in the middle of training, too.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 from logging import ERROR
 from multiprocessing.connection import Connection
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.app.message import remove_content_from_message
 from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.clientapp.utils import get_load_client_app_fn
 from flwr.common.config import get_fused_config_from_fab
 from flwr.common.constant import ErrorCode
-from flwr.common.serde import message_to_proto, run_from_proto
+from flwr.common.serde import run_from_proto
+from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.run_pb2 import Run as ProtoRun
 from flwr.supercore import log
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    no_object_id_recompute,
-)
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from cocofl.flower.node import receive_frames, send_frames
+from cocofl.engine.worker import end_with_reader
+from cocofl.flower.node import object_ids, receive_frames, reply_frames, send_frames
 
 
 def answer(frames: Sequence[bytes]) -> list[bytes]:
     """The reply to a message, as Flower's own process for a ClientApp makes it."""
-    about, run_bytes, fab, message_id, *objects = frames
-    names = (name.decode() for name in objects[::2])
-    message = inflate_object_from_contents(
-        message_id.decode(), dict(zip(names, objects[1::2], strict=True))
-    )
+    about, run_bytes, fab, tree_bytes, *contents = frames
+    tree = ObjectTree.FromString(tree_bytes)
+    objects = dict(zip(object_ids(tree), contents, strict=True))
+    message = inflate_object_from_contents(tree.object_id, objects)
     assert isinstance(message, Message)
-    message.metadata.__dict__["_message_id"] = message_id.decode()
+    message.metadata.__dict__["_message_id"] = tree.object_id
     try:
         app, context = _load(about, run_bytes, fab)
         TaskIdentity.task_id, TaskIdentity.run_id = 1, context.run_id
@@ -59,12 +51,7 @@ def answer(frames: Sequence[bytes]) -> list[bytes]:
         if isinstance(error, LoadClientAppError):
             code = ErrorCode.LOAD_CLIENT_APP_EXCEPTION
         reply = Message(Error(code, f"{type(error)}:<'{error}'>"), reply_to=message)
-    reply.metadata.__dict__["_message_id"] = reply.object_id
-    with no_object_id_recompute():
-        header = message_to_proto(remove_content_from_message(reply)).SerializeToString()
-        tree = get_object_tree(reply).SerializeToString()
-        parts = get_all_nested_objects(reply).items()
-        return [header, tree, *(b for name, part in parts for b in (name.encode(), part.deflate()))]
+    return reply_frames(reply)
 
 
 @lru_cache(maxsize=1)
@@ -82,16 +69,10 @@ def _load(about: bytes, run_bytes: bytes, fab: bytes) -> tuple[ClientApp, Contex
     return app, context
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
 def main() -> None:
     """Answer messages until the node is gone."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     pipe = Connection(int(sys.argv[1]))
+    threading.Thread(target=end_with_reader, args=(pipe.fileno(),), daemon=True).start()
     while True:
         try:
             frames = receive_frames(pipe)

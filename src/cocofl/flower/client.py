@@ -39,7 +39,7 @@ from cocofl.fl.codec import ERROR
 from cocofl.fl.federation import Situation
 from cocofl.fl.local import Task
 from cocofl.fl.state import Memory, Tensors
-from cocofl.flower.records import read_request, update_reply, with_shared_facts
+from cocofl.flower.records import unpacked, update_reply, with_shared_facts
 from cocofl.flower.settings import alike_devices, node_budget
 from cocofl.flower.updates import Contract
 from cocofl.freeze import check_state
@@ -55,7 +55,7 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """One round of one device: plan, train what fits, and send that."""
-    state, settings = read_request(message)
+    state, settings = unpacked(message)
     round_index, lr, node = settings.pop("round"), settings.pop("lr"), context.node_config
     with names_are_data(*str(node.get("trust", "")).split()):
         device = _device(context.run_id, context.node_id, json.dumps(node), json.dumps(settings))

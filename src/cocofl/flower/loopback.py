@@ -14,13 +14,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cocofl.flower.app import toml_value
-from cocofl.flower.keys import Certificates, make_certificates, make_node_key
+from cocofl.flower.keys import make_certificates, make_node_key
 
 LINK = "loop"
 # As a file: in a module of the package it would begin with importing PyTorch.
@@ -37,22 +37,32 @@ class DeploymentFailed(RuntimeError):
 class Loopback:
     """One SuperLink; SuperNodes are added, killed and brought back as one likes.
 
-    ``secure`` turns on TLS and asks every SuperNode for a registered key. ``stock`` takes Flower's
-    own SuperNodes, which start a process for every message. With ``database`` a SuperLink that was
-    killed can be started again and knows its nodes; its work then takes twice the time.
+    ``secure`` turns on TLS and asks every SuperNode for a registered key. A SuperLink whose options
+    name a database knows its nodes when it is started again; its work then takes twice the time.
     """
 
     def __init__(
-        self, folder: Path, *, secure: bool = False, stock: bool = False, database: bool = False
+        self, folder: Path, *, secure: bool = False, link_options: Sequence[str] = ()
     ) -> None:
-        self.folder, self._stock, self._database = folder.absolute(), stock, database
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.port = _free_port()
-        self.certificates: Certificates | None = None
-        if secure:
-            self.certificates = make_certificates(self.folder / "tls")
+        self.folder, self.port = folder.absolute(), _free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._write_config()
+        home = self.folder / "home"
+        home.mkdir(parents=True, exist_ok=True)
+        self._link_options, self._node_options = [*link_options, "--insecure"], ["--insecure"]
+        trust = "insecure = true"
+        if secure:
+            made = make_certificates(self.folder / "tls")
+            self._node_options = ["--root-certificates", str(made.authority)]
+            self._link_options = [*link_options, "--enable-supernode-auth"]
+            self._link_options += ["--ssl-ca-certfile", str(made.authority)]
+            self._link_options += ["--ssl-certfile", str(made.certificate)]
+            self._link_options += ["--ssl-keyfile", str(made.key)]
+            trust = f"root-certificates = {json.dumps(str(made.authority))}"
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\n'
+            f'address = "{_HOST}:{self.port}"\n{trust}\n',
+            encoding="utf-8",
+        )
 
     def __enter__(self) -> Loopback:
         try:
@@ -68,43 +78,28 @@ class Loopback:
     # --- processes -------------------------------------------------------------------------------
 
     def start_link(self) -> subprocess.Popen[bytes]:
-        """The SuperLink; a second one after the first was killed finds its database again."""
+        """The SuperLink, when it listens; also a second one after the first was killed."""
         words = ["flower-superlink", "--host", _HOST, "--port", str(self.port)]
-        if self._database:
-            words += ["--database", str(self.folder / "link.db")]
-        if self.certificates is None:
-            words += ["--insecure"]
-        else:
-            words += ["--ssl-ca-certfile", str(self.certificates.authority)]
-            words += ["--ssl-certfile", str(self.certificates.certificate)]
-            words += ["--ssl-keyfile", str(self.certificates.key), "--enable-supernode-auth"]
-        process = self.spawn("superlink", words)
-        self._await_port(process)
-        return process
+        process = self.spawn("superlink", words + self._link_options)
+        end = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < end and process.poll() is None:
+            with socket.socket() as probe:
+                probe.settimeout(1)
+                if probe.connect_ex((_HOST, self.port)) == 0:
+                    return process
+            time.sleep(0.1)
+        raise DeploymentFailed(f"the SuperLink did not start: see {self.folder}/superlink.log")
 
     def start_node(
-        self,
-        name: str,
-        config: Mapping[str, Any] | None = None,
-        *,
-        key: Path | None = None,
-        authority: Path | None = None,
+        self, name: str, config: Mapping[str, Any] | None = None, *, key: Path | None = None
     ) -> subprocess.Popen[bytes]:
         """A SuperNode with its node config; with TLS it needs a key."""
-        if self._stock:
-            words = ["flower-supernode", "--host", _HOST, "--port", str(_free_port())]
-        else:
-            words = NODE_PROGRAM
-        words = [*words, "--superlink", f"{_HOST}:{self.port}"]
-        pairs = [f"{name}={json.dumps(value)}" for name, value in (config or {}).items()]
-        if pairs:
+        words = [*NODE_PROGRAM, "--superlink", f"{_HOST}:{self.port}", *self._node_options]
+        if config:
+            pairs = (f"{name}={json.dumps(value)}" for name, value in config.items())
             words += ["--node-config", " ".join(pairs)]
-        if self.certificates is None:
-            words += ["--insecure"]
-        else:
-            words += ["--root-certificates", str(authority or self.certificates.authority)]
-            if key is not None:
-                words += ["--auth-supernode-private-key", str(key)]
+        if key is not None:
+            words += ["--auth-supernode-private-key", str(key)]
         return self.spawn(name, words)
 
     def new_key(self, name: str, *, register: bool = True) -> Path:
@@ -119,7 +114,7 @@ class Loopback:
         """A process of the deployment in a group of its own, with a log named after it."""
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [_program(words[0]), *words[1:]],
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -132,13 +127,14 @@ class Loopback:
 
     def close(self) -> None:
         """End everything that was started: politely, then not."""
-        for process in reversed(self._processes):
-            _signal_group(process, signal.SIGTERM)
+        self._signal(signal.SIGTERM)
         end = time.monotonic() + 8
-        while time.monotonic() < end and self._alive():
+        while time.monotonic() < end and (
+            any(process.poll() is None for process in self._processes) or self.processes()
+        ):
             time.sleep(0.1)
+        self._signal(signal.SIGKILL)
         for process in self._processes:
-            _signal_group(process, signal.SIGKILL)
             process.wait()
         while left := self.processes():
             for pid in left:
@@ -147,8 +143,10 @@ class Loopback:
             time.sleep(0.05)
         self._processes.clear()
 
-    def _alive(self) -> bool:
-        return any(p.poll() is None for p in self._processes) or bool(self.processes())
+    def _signal(self, number: int) -> None:
+        for process in reversed(self._processes):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
     def processes(self) -> dict[int, str]:
         """All processes of the deployment with their commands; Flower starts some by itself.
@@ -184,7 +182,7 @@ class Loopback:
     def flwr(self, *words: str) -> str:
         """What a ``flwr`` command prints."""
         done = subprocess.run(
-            [_program("flwr"), *words],
+            ["flwr", *words],
             env=self.environment(),
             cwd=self.folder,
             capture_output=True,
@@ -219,37 +217,6 @@ class Loopback:
         """What a run's ServerApp said."""
         return self.flwr("log", str(run_id), LINK, "--show")
 
-    def _write_config(self) -> None:
-        home = self.folder / "home"
-        home.mkdir(exist_ok=True)
-        how = (
-            "insecure = true"
-            if self.certificates is None
-            else f"root-certificates = {json.dumps(str(self.certificates.authority))}"
-        )
-        (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\n'
-            f'address = "{_HOST}:{self.port}"\n{how}\n',
-            encoding="utf-8",
-        )
-
-    def _await_port(self, process: subprocess.Popen[bytes]) -> None:
-        end = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < end:
-            if process.poll() is not None:
-                break
-            with socket.socket() as probe:
-                probe.settimeout(1)
-                if probe.connect_ex((_HOST, self.port)) == 0:
-                    return
-            time.sleep(0.1)
-        raise DeploymentFailed(f"the SuperLink did not start: see {self.folder}/superlink.log")
-
-
-def _program(name: str) -> str:
-    """The program of this very environment; a path stays what it is."""
-    return str(Path(sys.executable).parent / name)
-
 
 def _free_port() -> int:
     """A port that nobody listens on, another one every time.
@@ -262,8 +229,3 @@ def _free_port() -> int:
             probe.bind((_HOST, port))
             return port
     raise DeploymentFailed(f"found no free port on {_HOST}")
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)

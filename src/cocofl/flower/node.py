@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Error, Message
+from flwr.app.message import remove_content_from_message
 from flwr.common.config import parse_config_args
 from flwr.common.constant import ErrorCode
-from flwr.common.serde import message_from_proto, run_to_proto
+from flwr.common.serde import message_from_proto, message_to_proto, run_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore import log
@@ -40,6 +41,7 @@ from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
     iterate_object_tree,
+    no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_utils import (
     pull_objects,
@@ -52,8 +54,6 @@ from flwr.supernode.fleet_http_connection import http_request_response
 _WAIT_SHARE, _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.05, 0.1, 3.0
 _IDLE_S = 600.0  # then the app's process gives its memory back
 _MOST_BYTES = 2**31
-
-Reply = tuple[Message, ObjectTree, dict[str, bytes]]
 
 
 class Link(NamedTuple):
@@ -80,7 +80,11 @@ class AppProcess:
         """What it answers to a message, in the process that has this app's modules."""
         if self._process is None or self._process.poll() is not None or self._fab != fab:
             self.close()
-            self._start(fab)
+            self._pipe, theirs = Pipe()
+            words = [sys.executable, "-P", "-m", "cocofl.flower.app_process", str(theirs.fileno())]
+            self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
+            theirs.close()
+            self._fab = fab
         try:
             send_frames(self._pipe, frames)
             if self._pipe.poll(within_s):
@@ -89,13 +93,6 @@ class AppProcess:
             raise ChildProcessError(f"the app's process ended with {self.close()}") from None
         self.close()
         raise TimeoutError(f"the app gave no answer in {within_s:.0f} s; its process was ended")
-
-    def _start(self, fab: str) -> None:
-        self._pipe, theirs = Pipe()
-        words = [sys.executable, "-P", "-m", "cocofl.flower.app_process", str(theirs.fileno())]
-        self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
-        theirs.close()
-        self._fab = fab
 
     def close(self) -> int | None:
         """End it, if there is one; its exit code, negative for a signal."""
@@ -117,6 +114,21 @@ def send_frames(pipe: Connection, frames: Sequence[bytes]) -> None:
 def receive_frames(pipe: Connection) -> list[bytes]:
     """The frames again; one that is too large is an error before it is read."""
     return [pipe.recv_bytes(_MOST_BYTES) for _ in range(int(pipe.recv_bytes(20)))]
+
+
+def reply_frames(reply: Message) -> list[bytes]:
+    """A message without its content, the tree of its objects, and these in the tree's order."""
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    with no_object_id_recompute():
+        tree, objects = get_object_tree(reply), get_all_nested_objects(reply)
+        header = message_to_proto(remove_content_from_message(reply)).SerializeToString()
+        contents = [objects[name].deflate() for name in object_ids(tree)]
+        return [header, tree.SerializeToString(), *contents]
+
+
+def object_ids(tree: ObjectTree) -> list[str]:
+    """The names of a message's objects, in the order in which they are sent."""
+    return [part.object_id for part in iterate_object_tree(tree)]
 
 
 class Node:
@@ -160,24 +172,26 @@ class Node:
         run_id, message_id = message.metadata.run_id, message.metadata.message_id
         run, fab = self._run(run_id)
         contents = pull_objects(
-            [part.object_id for part in iterate_object_tree(tree)],
+            object_ids(tree),
             partial(self._link.pull_object, run_id),
             initial_backoff=_SHORTEST_WAIT_S,
         )
         self._link.confirm(run_id, message_id)
         begin = time.monotonic()
-        frames = [self._about, run, fab.content, tree.object_id.encode()]
-        frames += [part for pair in contents.items() for part in (pair[0].encode(), pair[1])]
+        frames = [self._about, run, fab.content, tree.SerializeToString()]
+        frames += [contents[name] for name in object_ids(tree)]
         contents.clear()
         try:
-            reply, tree, objects = _read_reply(
-                self._app.ask(fab.hash_str, frames, message.metadata.ttl)
-            )
+            answer = self._app.ask(fab.hash_str, frames, message.metadata.ttl)
         except ChildProcessError as error:
-            reply, tree, objects = _error_reply(message, str(error))
+            crash = Error(ErrorCode.CLIENT_APP_CRASHED, str(error))
+            answer = reply_frames(Message(crash, reply_to=message))
+        reply = message_from_proto(ProtoMessage.FromString(answer[0]))
+        tree = ObjectTree.FromString(answer[1])
         to_push, session = self._link.send(reply, tree, time.monotonic() - begin)
+        objects = zip(object_ids(tree), answer[2:], strict=True)
         push_object_contents_from_iterable(
-            [(name, content) for name, content in objects.items() if name in to_push],
+            [(name, content) for name, content in objects if name in to_push],
             partial(self._link.push_object, run_id, session),
         )
         log(INFO, "Answered message %s in %.2f s", message_id, time.monotonic() - begin)
@@ -185,24 +199,6 @@ class Node:
     def _fetch_run(self, run_id: int) -> tuple[bytes, Fab]:
         run = self._link.get_run(run_id)
         return run_to_proto(run).SerializeToString(), self._link.get_fab(run.fab_hash, run_id)
-
-
-def _read_reply(frames: Sequence[bytes]) -> Reply:
-    """A message without its content, the tree of its objects, and these by name."""
-    message, tree, *objects = frames
-    names = (name.decode() for name in objects[::2])
-    return (
-        message_from_proto(ProtoMessage.FromString(message)),
-        ObjectTree.FromString(tree),
-        dict(zip(names, objects[1::2], strict=True)),
-    )
-
-
-def _error_reply(message: Message, reason: str) -> Reply:
-    reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
-    reply.metadata.__dict__["_message_id"] = reply.object_id
-    objects = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
-    return reply, get_object_tree(reply), objects
 
 
 def _arguments() -> argparse.Namespace:

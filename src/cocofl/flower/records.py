@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +17,21 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from torch import Tensor
 
-from cocofl.data import DataSet, Split
-from cocofl.errors import RejectedUpdate
+from cocofl.data import DataSet
 from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.runlog import state_bytes, state_from_bytes
 
-STATE, REQUEST, UPDATE, ABOUT = "state", "request", "update", "about"
+STATE, ABOUT, UPDATE = "state", "about", "update"
 _WAIT_SHARE, _LONGEST_POLL_S = 0.05, 0.5
+# What devices must know of the server's data, so that theirs means the same: one may lack classes,
+# and its pictures may be darker.
+_SHARED_FACTS = ("class_names", "mean", "std")
 
 # A reply can be seen before all parts of it have arrived. Flower then waits a second before it
 # looks again, with every reply behind this one; there is no setting for it but this.
 assert pull_objects.__kwdefaults__ is not None
 pull_objects.__kwdefaults__["initial_backoff"] = 0.05
 
-Settings = dict[str, Any]
 Reply = Message | Exception | None
 """What came back for a message; an exception if it cannot be read, None if nothing came."""
 
@@ -43,77 +45,21 @@ def state_record(state: Mapping[str, Tensor]) -> ConfigRecord:
     return ConfigRecord({STATE: state_bytes(state)})
 
 
-def _state_of(content: RecordDict) -> Tensors:
-    payload = content.config_records[STATE][STATE]
+def packed(state: ConfigRecord, about: Any) -> RecordDict:
+    """What is sent: a state, and what is to be said about it."""
+    return RecordDict({STATE: state, ABOUT: ConfigRecord({"json": json.dumps(about)})})
+
+
+def unpacked(message: Message) -> tuple[Tensors, Any]:
+    """Both again."""
+    records = message.content.config_records
+    payload = records[STATE][STATE]
     assert isinstance(payload, bytes)
-    return state_from_bytes(payload)
+    return state_from_bytes(payload), json.loads(str(records[ABOUT]["json"]))
 
 
-def request(state: ConfigRecord, settings: Mapping[str, Any]) -> RecordDict:
-    """What a device is sent: the server's state, and how to train."""
-    return RecordDict({STATE: state, REQUEST: ConfigRecord({"json": json.dumps(settings)})})
-
-
-def read_request(message: Message) -> tuple[Tensors, Settings]:
-    """What the server sent."""
-    settings: Settings = json.loads(str(message.content.config_records[REQUEST]["json"]))
-    return _state_of(message.content), settings
-
-
-# --- what devices must know of the server's data, so that theirs means the same -----------------
-# One may lack classes, and its pictures may be darker: labels and normalisation are the server's.
-
-
-def shared_facts(dataset: DataSet) -> dict[str, Any]:
-    """What the server tells devices about the data."""
-    facts = dataset.facts
-    return {
-        "class_names": list(facts.class_names),
-        "mean": list(facts.mean),
-        "std": list(facts.std),
-    }
-
-
-def with_shared_facts(dataset: DataSet, facts: Mapping[str, Any]) -> DataSet:
-    """A device's data, read as the server's is."""
-    names, mean, std = (tuple(facts[name]) for name in ("class_names", "mean", "std"))
-
-    def read_alike(split: Split) -> Split:
-        alike = replace(split.facts, class_names=names, mean=mean, std=std)
-        return replace(split, facts=alike)
-
-    return replace(dataset, train=read_alike(dataset.train), test=read_alike(dataset.test))
-
-
-# --- replies of devices that nobody trusts -------------------------------------------------------
-
-
-def update_reply(payload: bytes) -> RecordDict:
-    """An update that is bytes already; none of them for a device that sits the round out."""
-    return RecordDict({UPDATE: ConfigRecord({UPDATE: payload} if payload else {})})
-
-
-def read_update(message: Message) -> bytes:
-    """The bytes of an update, empty if the device sits out; any other form is refused."""
-    if message.has_error():
-        raise RejectedUpdate("failed", f"the device could not: {message.error.reason:.300}")
-    content = message.content
-    record = content.config_records.get(UPDATE)
-    if record is None or set(content) != {UPDATE} or set(record) - {UPDATE}:
-        raise RejectedUpdate("format", f"the reply holds {sorted(content)!r:.200}; expected update")
-    if not record:
-        return b""
-    payload = record[UPDATE]
-    if not isinstance(payload, bytes) or not payload:
-        raise RejectedUpdate("format", f"the update is {payload!r:.40}; expected bytes")
-    return payload
-
-
-# --- replies of our own processes ----------------------------------------------------------------
-
-
-def contribution_reply(contribution: Contribution) -> RecordDict:
-    """Whatever a device of any strategy sends, with every tensor under its name."""
+def packed_contribution(contribution: Contribution) -> RecordDict:
+    """Whatever a device of any strategy sends to our own server, with every tensor by its name."""
     about = {
         "samples": contribution.samples,
         "loss": contribution.loss,
@@ -122,67 +68,71 @@ def contribution_reply(contribution: Contribution) -> RecordDict:
         "sent_bytes": contribution.sent_bytes,
         "rows": {key: rows.tolist() for key, rows in contribution.rows.items()},
     }
-    return RecordDict(
-        {
-            STATE: state_record(
-                ServerState(contribution.tensors, memory=contribution.memory).flat()
-            ),
-            ABOUT: ConfigRecord({"json": json.dumps(about)}),
-        }
-    )
+    sent = ServerState(contribution.tensors, memory=contribution.memory)
+    return packed(state_record(sent.flat()), about)
 
 
-def read_contribution(message: Message) -> Contribution:
+def unpacked_contribution(message: Message) -> Contribution:
     """The contribution again, to the bit."""
-    about = json.loads(str(message.content.config_records[ABOUT]["json"]))
+    tensors, about = unpacked(message)
     about["rows"] = {key: np.array(rows, np.int64) for key, rows in about["rows"].items()}
-    sent = ServerState.from_flat(_state_of(message.content))
+    sent = ServerState.from_flat(tensors)
     return Contribution(sent.tensors, memory=sent.memory, **about)
 
 
-# --- asking --------------------------------------------------------------------------------------
+def update_reply(payload: bytes) -> RecordDict:
+    """An update that is bytes already; none of them for a device that sits the round out."""
+    return RecordDict({UPDATE: ConfigRecord({UPDATE: payload} if payload else {})})
+
+
+def shared_facts(dataset: DataSet) -> dict[str, Any]:
+    """What the server tells devices about the data."""
+    return {name: getattr(dataset.facts, name) for name in _SHARED_FACTS}
+
+
+def with_shared_facts(dataset: DataSet, facts: Mapping[str, Any]) -> DataSet:
+    """A device's data, read as the server's is."""
+    alike: dict[str, Any] = {name: tuple(facts[name]) for name in _SHARED_FACTS}
+    train, test = (
+        replace(split, facts=replace(split.facts, **alike))
+        for split in (dataset.train, dataset.test)
+    )
+    return replace(dataset, train=train, test=test)
 
 
 def ask(
     grid: Grid,
     messages: Sequence[Message],
-    timeout_s: float | None = None,
+    timeout_s: float = math.inf,
     poll_s: float = 0.1,
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[Reply]:
-    """Send messages and wait for the replies, in the order of the messages.
-
-    Each reply is fetched by itself, so that one that cannot even be unpacked spoils no other.
-    """
-    ids = grid.push_messages(messages)
-    waiting = deque((name, index) for index, name in enumerate(ids) if name)
-    replies: list[Reply] = [None] * len(messages)
+    """Send messages and wait for the replies, in the order of the messages."""
+    names = list(grid.push_messages(messages))
+    waiting, replies = deque(filter(None, names)), dict[str, Reply]()
     begin = time.monotonic()
     while waiting:
-        if _fetch(grid, *waiting[0], replies):
+        replies[waiting[0]] = reply = _fetched(grid, waiting[0])
+        if reply is not None:
             waiting.popleft()
             continue
         waited_s = time.monotonic() - begin
-        if is_over() or (timeout_s is not None and waited_s >= timeout_s):
+        if is_over() or waited_s >= timeout_s:
             break
         # Looking at one at a time: a SuperLink that is asked about all of them all the time is busy
         # with that. All are needed, so it does not matter which one comes next.
         waiting.rotate(-1)
         time.sleep(max(poll_s, min(_WAIT_SHARE * waited_s, _LONGEST_POLL_S)))
-    for name, index in waiting:  # who came while others were looked at is not late
-        _fetch(grid, name, index, replies)
-    return replies
+    for name in waiting:  # who came while others were looked at is not late
+        replies[name] = _fetched(grid, name)
+    return [replies.get(name) for name in names]
 
 
-def _fetch(grid: Grid, name: str, index: int, replies: list[Reply]) -> bool:
-    """Take the reply to a message, if it is there."""
+def _fetched(grid: Grid, name: str) -> Reply:
+    """The reply to one message: one that cannot even be unpacked spoils no other."""
     try:
-        found = list(grid.pull_messages([name]))
+        return next(iter(grid.pull_messages([name])), None)
     except httpx.HTTPError:
         raise  # the SuperLink cannot be reached: that is no device's fault
     except Exception as error:
-        replies[index] = error
-        return True
-    if found:
-        replies[index] = found[0]
-    return bool(found)
+        return error

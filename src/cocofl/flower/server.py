@@ -14,28 +14,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from flwr.app import Context, Message, MessageType
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from cocofl.config import Experiment
 from cocofl.engine.executor import Answer, Executor, RoundPlan
-from cocofl.engine.rounds import Job, Judge, Verdict, run
-from cocofl.errors import InvalidExperiment, RejectedUpdate
+from cocofl.engine.rounds import Verdict, run
+from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Setup, open_folder
 from cocofl.fl.metrics import MetricFacts, Populations
 from cocofl.fl.state import ServerState
-from cocofl.flower.records import Reply, ask, read_update, request, shared_facts, state_record
+from cocofl.flower.records import UPDATE, Reply, ask, packed, shared_facts, state_record
 from cocofl.flower.settings import Deployment, alike_devices, check_experiment, read_run_config
 from cocofl.flower.updates import Contract
 from cocofl.freeze import KernelPlan
 from cocofl.rng import stream
-from cocofl.runlog import FATES, RoundRecord, RunFolder
+from cocofl.runlog import FATES, RoundRecord
 
 logger = logging.getLogger("flwr")  # what is said here is in the log that `flwr log` shows
 
 # A message outlives its round a little: Flower's account of an expired one is no device's error.
 GRACE_S = 10.0
+_EXPIRED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 
 app = ServerApp()
 
@@ -47,15 +48,10 @@ def main(grid: Grid, context: Context) -> None:
     server = Server(grid, experiment, deployment)
     path = Path(deployment.folder)
     with open_folder(path, experiment, resume=deployment.resume) as folder:
-        serve(server, folder)
-
-
-def serve(server: Server, folder: RunFolder) -> None:
-    """Every round is kept as soon as it is finished: whoever resumes has lost none."""
-    if not folder.is_complete:
-        folder.write_about(server.setup.about())
-        log = _Log(server.job.workshop.tally.metrics[0].facts)
-        run([(server.job, folder)], server, KernelPlan(), [log])
+        if not folder.is_complete:
+            folder.write_about(server.setup.about())
+            log = _Log(server.job.workshop.tally.metrics[0].facts)
+            run([(server.job, folder)], server, KernelPlan(), [log])
 
 
 class _Log:
@@ -90,7 +86,16 @@ class Server(Executor):
             max_samples=deployment.max_samples,
             max_change=deployment.max_change,
         )
-        self.job = _of_a_network(self.setup.job(), self._judge)
+        classes = self.setup.data.facts.num_classes
+        uniform = np.full((1, classes), 1 / classes)
+        self.job = replace(
+            self.setup.job(),
+            federation=None,  # devices plan by themselves, and no server knows of groups
+            populations=Populations((), uniform[:0], uniform),
+            deadline_s=0.0,
+            checkpoint_every=1,  # a server may be killed at any time: whoever resumes loses nothing
+            judge=self._judge,
+        )
         self._common = {
             "experiment": experiment.to_dict(),
             "facts": shared_facts(self.setup.data),
@@ -104,7 +109,7 @@ class Server(Executor):
         timeout_s = self._deployment.round_s
         messages = [
             # Whoever is late must not work through rounds that are over.
-            Message(request(record, settings), node, MessageType.TRAIN, ttl=timeout_s + GRACE_S)
+            Message(packed(record, settings), node, MessageType.TRAIN, ttl=timeout_s + GRACE_S)
             for node in nodes
         ]
         size = record.count_bytes()
@@ -138,37 +143,26 @@ class Server(Executor):
 
 def _answer(node: int, reply: Reply) -> Answer:
     """What came back from a node, for the many reasons there are."""
-    if reply is None or _is_expiry(reply):
-        return Answer(node, None, "late")
+    if isinstance(reply, Message) and not reply.has_error():
+        return _update(node, reply.content)
     if isinstance(reply, Exception):
         return Answer(node, None, "rejected", f"format: the reply cannot be read: {reply!r:.200}")
-    try:
-        payload = read_update(reply)
-    except RejectedUpdate as error:
-        fate = "lost" if error.reason == "failed" else "rejected"
-        return Answer(node, None, fate, f"{error.reason}: {error}")
-    return Answer(node, payload) if payload else Answer(node, None, "infeasible")
+    # Where Flower only says that a message is too old, so is whatever comes of it.
+    if reply is None or reply.error.code in _EXPIRED:
+        return Answer(node, None, "late")
+    return Answer(node, None, "lost", f"failed: the device could not: {reply.error.reason:.300}")
 
 
-def _is_expiry(reply: Reply) -> bool:
-    """Whether Flower only says that a message is too old: so is then whatever comes of it."""
-    return (
-        isinstance(reply, Message)
-        and reply.has_error()
-        and reply.error.code in (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-    )
-
-
-def _of_a_network(job: Job, judge: Judge) -> Job:
-    """Without devices of its own: they plan by themselves, and no server knows of groups."""
-    classes = job.workshop.materials.test.facts.num_classes
-    uniform = np.full((1, classes), 1 / classes)
-    # What is finished is kept at once: a server may be killed at any time.
-    return replace(
-        job,
-        federation=None,
-        populations=Populations((), uniform[:0], uniform),
-        deadline_s=0.0,
-        checkpoint_every=1,
-        judge=judge,
-    )
+def _update(node: int, content: RecordDict) -> Answer:
+    """An update as bytes, nothing if the device sits out; any other form is refused."""
+    record = content.config_records.get(UPDATE)
+    if record is None or set(content) != {UPDATE} or set(record) - {UPDATE}:
+        reason = f"format: the reply holds {sorted(content)!r:.200}; expected update"
+        return Answer(node, None, "rejected", reason)
+    if not record:
+        return Answer(node, None, "infeasible")
+    payload = record[UPDATE]
+    if not isinstance(payload, bytes) or not payload:
+        reason = f"format: the update is {payload!r:.40}; expected bytes"
+        return Answer(node, None, "rejected", reason)
+    return Answer(node, payload)

@@ -12,6 +12,7 @@ import logging
 import os
 import tomllib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from threading import Event
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
@@ -34,18 +35,14 @@ from cocofl.experiment import simulate as simulate_with
 from cocofl.fl.state import ServerState
 from cocofl.fl.widths import StatisticsWork
 from cocofl.flower.records import (
-    ABOUT,
     ask,
-    contribution_reply,
-    read_contribution,
-    read_request,
-    request,
+    packed,
+    packed_contribution,
     state_record,
+    unpacked,
+    unpacked_contribution,
 )
 from cocofl.freeze import KernelPlan
-
-TRAIN, PLAN = MessageType.TRAIN, MessageType.QUERY
-
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -70,7 +67,7 @@ def simulate(
     Ray starts on this machine with ``engine.workers`` cores, unless ``RAY_ADDRESS`` names a
     cluster.
     """
-    outcome: list[Run | Exception] = []
+    outcome: Future[Run] = Future()
     over = Event()
     server = ServerApp()
 
@@ -78,12 +75,13 @@ def simulate(
     def main(grid: Grid, _context: Context) -> None:
         executor = OnFlower(grid, experiment, over)
         try:
-            run = simulate_with(
-                experiment, out=out, resume=resume, executor=executor, watchers=watchers
+            outcome.set_result(
+                simulate_with(
+                    experiment, out=out, resume=resume, executor=executor, watchers=watchers
+                )
             )
-            outcome.append(run)
         except Exception as error:
-            outcome.append(error)
+            outcome.set_exception(error)
         finally:
             executor.close()
 
@@ -96,10 +94,7 @@ def simulate(
         )
     finally:
         over.set()  # if Ray is gone, the server's thread must not wait for it
-    (found,) = outcome
-    if isinstance(found, Exception):
-        raise found
-    return found
+    return outcome.result(timeout=0)
 
 
 def _backend(workers: int) -> dict[str, Any]:
@@ -120,44 +115,44 @@ class OnFlower(Executor):
 
     def resolve_plan(self, state: ServerState) -> KernelPlan:
         """One node measures; then all obey."""
-        content = request(state_record(state.tensors), self._settings())
-        (reply,) = self._replies([Message(content, self._nodes(1)[0], PLAN)])
-        choices = json.loads(str(reply.content.config_records[ABOUT]["json"]))
-        self.prepare(self._workshop, KernelPlan(choices, fixed=True))
+        (reply,) = self._replies(MessageType.QUERY, [(state_record(state.tensors), {})])
+        self.prepare(self._workshop, KernelPlan(unpacked(reply)[1], fixed=True))
         return self._workshop.plan
 
     def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
         """Each device on a node of its own."""
         common = state_record(replace(state, devices={}).flat())
-        messages = []
-        for task, node in zip(plan.tasks, self._nodes(len(plan.tasks)), strict=True):
+        requests = []
+        for task in plan.tasks:
             remembers = {task.device: task.memory} if task.memory else {}
             own = state_record(replace(state, devices=remembers).flat()) if remembers else common
-            settings = self._settings(round=task.round_index, device=task.device)
-            content = request(own, {**settings, "purpose": plan.purpose})
-            messages.append(Message(content, node, TRAIN))
-        yield from answers(plan.tasks, map(read_contribution, self._replies(messages)))
+            about = {"round": task.round_index, "device": task.device, "purpose": plan.purpose}
+            requests.append((own, about))
+        replies = self._replies(MessageType.TRAIN, requests)
+        yield from answers(plan.tasks, map(unpacked_contribution, replies))
 
-    def _settings(self, **more: int) -> dict[str, Any]:
-        return {"experiment": self._experiment, "plan": self._workshop.plan.choices, **more}
-
-    def _nodes(self, count: int) -> list[int]:
-        """As many nodes; at the start some may still be on their way."""
-        while len(found := list(self._grid.get_node_ids())) < count:
+    def _replies(
+        self, kind: str, requests: Sequence[tuple[ConfigRecord, dict[str, Any]]]
+    ) -> list[Message]:
+        """What nodes reply, each to one request."""
+        # At the start some may still be on their way.
+        while len(nodes := sorted(self._grid.get_node_ids())) < len(requests):
             if self._over.wait(0.05):
                 raise NodeFailed("Flower's simulation has ended")
-        return sorted(found)[:count]
-
-    def _replies(self, messages: Sequence[Message]) -> list[Message]:
-        replies = ask(self._grid, messages, poll_s=0.02, is_over=self._over.is_set)
-        good = [reply for reply in replies if isinstance(reply, Message) and not reply.has_error()]
-        if len(good) < len(messages):
-            bad = next(reply for reply in replies if reply not in good)
-            told = bad.error.reason if isinstance(bad, Message) else bad
-            raise NodeFailed(
-                f"a node of the simulation failed: {told}; nothing is lost, --resume continues "
-                "the run"
-            )
+        common = {"experiment": self._experiment, "plan": self._workshop.plan.choices}
+        messages = [
+            Message(packed(state, common | about), node, kind)
+            for node, (state, about) in zip(nodes, requests, strict=False)
+        ]
+        good = []
+        for reply in ask(self._grid, messages, poll_s=0.02, is_over=self._over.is_set):
+            if not isinstance(reply, Message) or reply.has_error():
+                told = reply.error.reason if isinstance(reply, Message) else reply
+                raise NodeFailed(
+                    f"a node of the simulation failed: {told}; nothing is lost, --resume continues "
+                    "the run"
+                )
+            good.append(reply)
         return good
 
 
@@ -169,23 +164,25 @@ node = ClientApp()
 @node.train()
 def train(message: Message, _context: Context) -> Message:
     """Do what the round loop would have given to a worker, for the device that is named."""
-    tensors, settings = read_request(message)
-    job = _job(settings["experiment"], json.dumps(settings["plan"]))
-    state = job.workshop.server_state(tensors)
-    task = task_of(job, state, settings["device"], settings["round"])
-    if settings["purpose"] == "statistics":
+    job, state, about = _opened(message)
+    task = task_of(job, state, about["device"], about["round"])
+    if about["purpose"] == "statistics":
         task = replace(task, work=StatisticsWork())
-    return Message(contribution_reply(job.workshop.train(task, state)), reply_to=message)
+    return Message(packed_contribution(job.workshop.train(task, state)), reply_to=message)
 
 
 @node.query()
 def resolve_plan(message: Message, _context: Context) -> Message:
     """Choose kernels under the conditions that devices train in."""
-    tensors, settings = read_request(message)
-    workshop = _job(settings["experiment"], json.dumps(settings["plan"])).workshop
-    workshop.resolve_plan(workshop.server_state(tensors))
-    about = ConfigRecord({"json": json.dumps(workshop.plan.choices)})
-    return Message(RecordDict({ABOUT: about}), reply_to=message)
+    job, state, _ = _opened(message)
+    job.workshop.resolve_plan(state)
+    return Message(packed(state_record({}), job.workshop.plan.choices), reply_to=message)
+
+
+def _opened(message: Message) -> tuple[Job, ServerState, dict[str, Any]]:
+    tensors, about = unpacked(message)
+    job = _job(about["experiment"], json.dumps(about["plan"]))
+    return job, job.workshop.server_state(tensors), about
 
 
 @lru_cache(maxsize=1)
