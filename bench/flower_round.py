@@ -25,9 +25,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cocofl.config import Experiment
-from cocofl.flower.app import run_config, write_app
 from cocofl.flower.loopback import Loopback
-from cocofl.flower.settings import Deployment
+from cocofl.flower.settings import Deployment, run_config, write_app
 from cocofl.flower.trial import BUDGETS
 
 # An app whose devices write down the memory of their process group before they train.

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from cocofl.experiment import Run
-from cocofl.flower.app import write_app
 from cocofl.flower.keys import make_certificates
 from cocofl.flower.loopback import NODE_PROGRAM, DeploymentFailed, Loopback
+from cocofl.flower.settings import write_app
 from cocofl.flower.trial import await_run
 from cocofl.runlog import RunFolder
 
@@ -64,10 +64,10 @@ def test_tls_and_keys_let_the_right_ones_in_and_nobody_else(
             network.start_node(f"node{number}", config, key=network.new_key(f"key{number}"))
         stranger = network.start_node("stranger", key=network.new_key("stranger", register=False))
         anonymous = network.start_node("anonymous")
-        other = make_certificates(network.folder / "other")
+        make_certificates(network.folder / "other")
         key = network.new_key("fooled", register=False)
         words = [*NODE_PROGRAM, "--superlink", f"127.0.0.1:{network.port}"]
-        words += ["--root-certificates", str(other.authority)]
+        words += ["--root-certificates", str(network.folder / "other" / "ca.crt")]
         fooled = network.spawn("fooled", [*words, "--auth-supernode-private-key", str(key)])
 
         await_run(network, network.submit(users_app(folder)), folder)

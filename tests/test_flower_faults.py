@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from cocofl.flower.app import write_app
 from cocofl.flower.loopback import Loopback
+from cocofl.flower.settings import write_app
 from cocofl.flower.trial import BUDGETS, await_run
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.workspace import Settings

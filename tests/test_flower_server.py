@@ -16,9 +16,8 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from cocofl.config import Experiment
 from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem, Untrusted
-from cocofl.flower.app import run_config, write_app
 from cocofl.flower.records import update_reply
-from cocofl.flower.settings import Deployment, node_budget, read_run_config
+from cocofl.flower.settings import Deployment, node_budget, read_run_config, run_config, write_app
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.workspace import Settings

@@ -67,10 +67,10 @@ def app(
     Example: cocofl flower app my-app experiment.toml
     """
     experiment = read_experiment(file, changes)
-    made, settings = map(needs_flower, ("app", "settings"))
+    settings = needs_flower("settings")
     settings.check_experiment(experiment)
     check_writable(folder / "pyproject.toml", "folder")
-    made.write_app(folder, made.run_config(experiment, settings.Deployment()))
+    settings.write_app(folder, settings.run_config(experiment, settings.Deployment()))
     print(f"{folder}/pyproject.toml: put your own modules beside it, then: flwr run {folder}")
 
 

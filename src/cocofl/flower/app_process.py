@@ -25,7 +25,6 @@ from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.run_pb2 import Run as ProtoRun
 from flwr.supercore import log
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from cocofl.engine.worker import end_with_reader
@@ -58,7 +57,7 @@ def answer(frames: Sequence[bytes]) -> list[bytes]:
 def _load(about: bytes, run_bytes: bytes, fab: bytes) -> tuple[ClientApp, Context]:
     """The app of a run, and what it may keep from message to message."""
     node = json.loads(about)
-    run: Run = run_from_proto(ProtoRun.FromString(run_bytes))
+    run = run_from_proto(ProtoRun.FromString(run_bytes))
     install_from_fab(fab, skip_prompt=True)
     load = get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
     app = load(run.fab_id, run.fab_version, run.fab_hash)

@@ -93,22 +93,16 @@ class Device:
 
     def play(self, round_index: int, lr: float, state: Tensors) -> bytes:
         """The update of a round; empty if nothing fits this device's budget now."""
-        setup, experiment = self._setup, self._setup.experiment
-        training = setup.materials.training
-        steps = training.steps(len(self._indices))
-        situation = Situation(
-            self._number,
-            round_index,
-            node_budget(self._node, steps * training.batch),
-            stream(experiment.seed, "select", round_index, self._number),
-        )
-        plan = setup.strategy.plan(situation)
+        experiment, number = self._setup.experiment, self._number
+        training = experiment.training
+        budget = node_budget(self._node, training.steps(len(self._indices)) * training.batch)
+        rng = stream(experiment.seed, "select", round_index, number)
+        plan = self._setup.strategy.plan(Situation(number, round_index, budget, rng))
         if plan is None:
             return b""
         check_state(self._workshop.chain(), state, None)
-        task = Task(
-            experiment.seed, round_index, self._number, self._indices, plan.work, lr, self._memory
-        )
+        seed, indices = experiment.seed, self._indices
+        task = Task(seed, round_index, number, indices, plan.work, lr, self._memory)
         begin = time.perf_counter()
         contribution = self._workshop.train(task, self._workshop.server_state(state))
         spent_s = time.perf_counter() - begin

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -26,26 +25,20 @@ _ADDRESSES = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("12
 _VALID = timedelta(days=30)
 
 
-class Certificates(NamedTuple):
-    """What a SuperLink needs for TLS; devices need ``authority`` only."""
+def make_certificates(folder: Path) -> None:
+    """An authority of one's own, and a certificate for a server on this machine.
 
-    authority: Path
-    certificate: Path
-    key: Path
-
-
-def make_certificates(folder: Path) -> Certificates:
-    """An authority of one's own, and a certificate for a server on this machine."""
+    A SuperLink needs ``ca.crt``, ``server.crt`` and ``server.key`` for TLS, devices the first only.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    found = Certificates(folder / "ca.crt", folder / "server.crt", folder / "server.key")
     authority_key = ec.generate_private_key(ec.SECP384R1())
-    server_key = _new_private_key(found.key, PrivateFormat.PKCS8)
-    for path, name, key in (
-        (found.authority, _AUTHORITY, authority_key.public_key()),
-        (found.certificate, _SERVER, server_key.public_key()),
+    server_key = _new_private_key(folder / "server.key", PrivateFormat.PKCS8)
+    for file, name, key in (
+        ("ca.crt", _AUTHORITY, authority_key.public_key()),
+        ("server.crt", _SERVER, server_key.public_key()),
     ):
-        path.write_bytes(_certificate(name, key, authority_key).public_bytes(Encoding.PEM))
-    return found
+        made = _certificate(name, key, authority_key)
+        (folder / file).write_bytes(made.public_bytes(Encoding.PEM))
 
 
 def make_node_key(path: Path) -> Path:

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cocofl.flower.app import toml_value
 from cocofl.flower.keys import make_certificates, make_node_key
+from cocofl.flower.settings import toml_value
 
 LINK = "loop"
 # As a file: in a module of the package it would begin with importing PyTorch.
@@ -51,13 +51,14 @@ class Loopback:
         self._link_options, self._node_options = [*link_options, "--insecure"], ["--insecure"]
         trust = "insecure = true"
         if secure:
-            made = make_certificates(self.folder / "tls")
-            self._node_options = ["--root-certificates", str(made.authority)]
+            tls = self.folder / "tls"
+            make_certificates(tls)
             self._link_options = [*link_options, "--enable-supernode-auth"]
-            self._link_options += ["--ssl-ca-certfile", str(made.authority)]
-            self._link_options += ["--ssl-certfile", str(made.certificate)]
-            self._link_options += ["--ssl-keyfile", str(made.key)]
-            trust = f"root-certificates = {json.dumps(str(made.authority))}"
+            self._link_options += ["--ssl-ca-certfile", f"{tls}/ca.crt"]
+            self._link_options += ["--ssl-certfile", f"{tls}/server.crt"]
+            self._link_options += ["--ssl-keyfile", f"{tls}/server.key"]
+            self._node_options = ["--root-certificates", f"{tls}/ca.crt"]
+            trust = f"root-certificates = {json.dumps(f'{tls}/ca.crt')}"
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\n'
             f'address = "{_HOST}:{self.port}"\n{trust}\n',
@@ -164,13 +165,12 @@ class Loopback:
 
     def environment(self) -> dict[str, str]:
         """Of all processes: nothing is sent to anybody, nothing is installed, nothing is shared."""
-        places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-        python_path = os.environ.get("PYTHONPATH")
+        programs, modules = str(Path(sys.executable).parent), os.environ.get("PYTHONPATH")
         return {
             **os.environ,
-            "PATH": os.pathsep.join(places),
+            "PATH": os.pathsep.join([programs, os.environ.get("PATH", "")]),
             # The user's own modules may lie in the current folder.
-            "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [python_path])]),
+            "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [modules])]),
             "FLWR_HOME": str(self.folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -60,14 +60,9 @@ def unpacked(message: Message) -> tuple[Tensors, Any]:
 
 def packed_contribution(contribution: Contribution) -> RecordDict:
     """Whatever a device of any strategy sends to our own server, with every tensor by its name."""
-    about = {
-        "samples": contribution.samples,
-        "loss": contribution.loss,
-        "width": contribution.width,
-        "device": contribution.device,
-        "sent_bytes": contribution.sent_bytes,
-        "rows": {key: rows.tolist() for key, rows in contribution.rows.items()},
-    }
+    plain = ("samples", "loss", "width", "device", "sent_bytes")
+    about = {name: getattr(contribution, name) for name in plain}
+    about["rows"] = {key: rows.tolist() for key, rows in contribution.rows.items()}
     sent = ServerState(contribution.tensors, memory=contribution.memory)
     return packed(state_record(sent.flat()), about)
 

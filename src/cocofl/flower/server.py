@@ -96,10 +96,8 @@ class Server(Executor):
             checkpoint_every=1,  # a server may be killed at any time: whoever resumes loses nothing
             judge=self._judge,
         )
-        self._common = {
-            "experiment": experiment.to_dict(),
-            "facts": shared_facts(self.setup.data),
-        }
+        facts = shared_facts(self.setup.data)
+        self._common = {"experiment": experiment.to_dict(), "facts": facts}
 
     def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
         """Ask the nodes that are there, and wait until they have answered or are late."""

@@ -1,23 +1,25 @@
 """What a deployment is told: Flower's run config on the server, its node config on each device.
 
-The run config has the keys of an experiment file, ``training.lr`` for example, and a section
+A Flower app is a folder with the run config, which ``flwr run`` sends to everybody. The run config
+has the keys of an experiment file, ``training.lr`` for example, and a section
 ``flower`` of its own. Flower passes numbers, texts and booleans only, so a list or a table is
 written as a text: ``decay_rounds = "[600, 800]"``.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cocofl.budget import Budget
 from cocofl.checks import check_number
 from cocofl.config import Experiment, from_table, parse_value
-from cocofl.errors import InvalidBudget, InvalidExperiment
+from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import BLOCKS
 from cocofl.flower.updates import MAX_CHANGE, MAX_SAMPLES
@@ -25,6 +27,26 @@ from cocofl.named import nearest
 
 SECTION = "flower."
 _LIMITS = ("time", "memory", "upload")
+_HEAD = """\
+# A Flower app that runs CoCoFL: `flwr run . NAME-OF-THE-SUPERLINK --stream`.
+# Your own modules go beside this file; `model.name` and `data.name` name functions in them,
+# such as "task:network" and "task:samples".
+[project]
+name = "cocofl-app"
+version = "1.0.0"
+description = "CoCoFL on Flower"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "cocofl"
+
+[tool.flwr.app.components]
+serverapp = "cocofl.flower.server:app"
+clientapp = "cocofl.flower.client:app"
+"""
+# Devices say for themselves who they are and what they have.
+_NOT_DEPLOYED = ("devices", "faults", "tables", "name")
 
 
 @dataclass(frozen=True)
@@ -63,16 +85,61 @@ def read_run_config(config: Mapping[str, Any]) -> tuple[Experiment, Deployment]:
     >>> experiment.training.lr, deployment.nodes
     (0.05, 3)
     """
-    changes = {key: _value(item) for key, item in config.items() if not key.startswith(SECTION)}
-    own = {
-        key.removeprefix(SECTION): item for key, item in config.items() if key.startswith(SECTION)
-    }
+    changes, own = dict[str, Any](), dict[str, Any]()
+    for key, item in config.items():
+        if key.startswith(SECTION):
+            own[key.removeprefix(SECTION)] = item
+        else:  # texts that are lists or tables become that; other texts stay texts
+            changes[key] = parse_value(item) if str(item)[:1] in ("[", "{") else item
     return Experiment().changed(changes), from_table(Deployment, own, SECTION)
 
 
-def _value(item: Any) -> Any:
-    """Texts that are TOML lists or tables become that; other texts stay texts."""
-    return parse_value(item) if isinstance(item, str) and item[:1] in ("[", "{") else item
+def run_config(experiment: Experiment, deployment: Deployment) -> dict[str, Any]:
+    """Both as Flower's run config: dotted keys; numbers, texts and booleans.
+
+    >>> config = run_config(Experiment(rounds=3), Deployment(nodes=5))
+    >>> config["rounds"], config["training.lr"], config["flower.nodes"]
+    (3, 0.1, 5)
+    """
+    content = {k: v for k, v in experiment.to_dict().items() if k not in _NOT_DEPLOYED}
+    config = dict(_flat(content, ""))
+    return config | {SECTION + key: value for key, value in asdict(deployment).items()}
+
+
+def _flat(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield prefix + key, json.dumps(value)
+        elif value != float("inf"):
+            yield prefix + key, value
+
+
+def write_app(folder: Path, config: Mapping[str, Any]) -> Path:
+    """The app in a folder; a key that ``flwr run -c`` is to change must be in its config."""
+    path = folder / "pyproject.toml"
+    if path.exists():
+        raise RunFolderProblem(f"{path} exists already; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    sections: dict[str, list[str]] = {}
+    for key, value in config.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, []).append(f"{name} = {toml_value(value)}")
+    lines = [_HEAD]
+    for section, content in sorted(sections.items()):
+        lines += [f"[tool.flwr.app.config{'.' + section if section else ''}]", *content, ""]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def toml_value(value: Any) -> str:
+    """A value of a run config."""
+    if not isinstance(value, bool | int | float | str):
+        raise InvalidExperiment(
+            f"{value!r} cannot be in a run config; expected a number, a text, true or false"
+        )
+    return json.dumps(value)
 
 
 def check_experiment(experiment: Experiment) -> None:
@@ -97,9 +164,9 @@ def check_experiment(experiment: Experiment) -> None:
 
 def alike_devices(experiment: Experiment, count: int) -> Experiment:
     """The experiment with so many devices of one group: who has what is the devices' own affair."""
-    group = {"name": "all"}
+    groups = [{"name": "all"}]
     return experiment.changed(
-        {"devices.count": count, "devices.per_round": 1, "devices.groups": [group]}
+        {"devices.count": count, "devices.per_round": 1, "devices.groups": groups}
     )
 
 

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -44,7 +44,7 @@ from cocofl.flower.records import (
 )
 from cocofl.freeze import KernelPlan
 
-QUIET = {
+_QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -67,19 +67,23 @@ def simulate(
     Ray starts on this machine with ``engine.workers`` cores, unless ``RAY_ADDRESS`` names a
     cluster.
     """
-    outcome: Future[Run] = Future()
-    over = Event()
-    server = ServerApp()
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    # Its own account of every round would drown ours; what goes wrong is raised.
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    cores = experiment.engine.workers or default_workers()
+    backend: dict[str, Any] = {
+        "init_args": {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": cores},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
+    play = partial(simulate_with, experiment, out=out, resume=resume, watchers=watchers)
+    outcome, over, server = Future[Run](), Event(), ServerApp()
 
     @server.main()
     def main(grid: Grid, _context: Context) -> None:
         executor = OnFlower(grid, experiment, over)
         try:
-            outcome.set_result(
-                simulate_with(
-                    experiment, out=out, resume=resume, executor=executor, watchers=watchers
-                )
-            )
+            outcome.set_result(play(executor=executor))
         except Exception as error:
             outcome.set_exception(error)
         finally:
@@ -90,20 +94,11 @@ def simulate(
             server,
             client_app=node,
             num_supernodes=experiment.devices.per_round,
-            backend_config=_backend(experiment.engine.workers or default_workers()),
+            backend_config=backend,
         )
     finally:
         over.set()  # if Ray is gone, the server's thread must not wait for it
     return outcome.result(timeout=0)
-
-
-def _backend(workers: int) -> dict[str, Any]:
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    # Its own account of every round would drown ours; what goes wrong is raised.
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    arguments = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers}
-    return {"init_args": arguments, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
 
 
 class OnFlower(Executor):

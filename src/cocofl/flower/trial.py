@@ -9,9 +9,8 @@ from pathlib import Path
 
 from cocofl.config import Experiment
 from cocofl.experiment import Run
-from cocofl.flower.app import run_config, write_app
 from cocofl.flower.loopback import DeploymentFailed, Loopback
-from cocofl.flower.settings import Deployment
+from cocofl.flower.settings import Deployment, run_config, write_app
 from cocofl.named import names_in
 from cocofl.runlog import RoundRecord, RunFolder
 

@@ -69,16 +69,6 @@ class Slot(NamedTuple):
         return self.codec.size_bytes(self.shape, self.dtype)
 
 
-class Facts(NamedTuple):
-    """What an update says besides its values."""
-
-    blocks: Blocks
-    samples: int
-    loss: float
-    scales: int
-    """A bit for each scale that the blocks can have: whether it is there."""
-
-
 class Contract:
     """What updates of one network look like; devices and server make it from the same model.
 
@@ -141,8 +131,7 @@ class Contract:
         tensors, payloads = contribution.tensors, contribution.payloads
         blocks = self._blocks_of(tensors)
         bits = sum(1 << i for i, slot in enumerate(self.scales(blocks)) if slot.key in tensors)
-        facts = Facts(blocks, contribution.samples, float(contribution.loss), bits)
-        header, slots = self._form(facts)
+        header, slots = self._form(blocks, contribution.samples, float(contribution.loss), bits)
         encode, rng = Identity().encode, np.random.default_rng(0)
         return header + b"".join(
             payloads.get(slot.key) or encode(tensors[slot.key], tensors[slot.key], rng)
@@ -188,28 +177,26 @@ class Contract:
                 f"the update has {bytes_text(len(payload))}; all of the network needs at most "
                 f"{bytes_text(self.max_bytes)}",
             )
-        facts = self._facts(payload)
-        header, slots = self._form(facts)
+        blocks, samples, loss, bits = self._facts(payload)
+        header, slots = self._form(blocks, samples, loss, bits)
         if not payload.startswith(header):
             raise RejectedUpdate("format", "the header is not the one that belongs to its metadata")
         ends = list(accumulate((slot.nbytes for slot in slots), initial=len(header)))
         if len(payload) != ends[-1]:
             wanted, came = ends[-1] - len(header), len(payload) - len(header)
-            raise RejectedUpdate(
-                "size", f"{facts.blocks} needs {wanted} bytes of values; {came} came"
-            )
+            raise RejectedUpdate("size", f"{blocks} needs {wanted} bytes of values; {came} came")
         found = {
             slot.key: _value(slot, payload[begin:end], state)
             for slot, (begin, end) in zip(slots, pairwise(ends), strict=True)
         }
-        self._check_change(found, state, facts.blocks)
+        self._check_change(found, state, blocks)
         # In the network's own order, as a device's contribution has them.
-        order = self.slots(facts.blocks) + self.scales(facts.blocks)
+        order = self.slots(blocks) + self.scales(blocks)
         tensors = {slot.key: found[slot.key] for slot in order if slot.key in found}
-        return facts.blocks, Contribution(tensors, facts.samples, facts.loss)
+        return blocks, Contribution(tensors, samples, loss)
 
-    def _facts(self, payload: bytes) -> Facts:
-        """Read the metadata; every field is checked, and nothing else may be there."""
+    def _facts(self, payload: bytes) -> tuple[Blocks, int, float, int]:
+        """What the metadata says: blocks, samples, loss, and a bit for each scale that is there."""
         length = int.from_bytes(payload[:8], "little")
         if len(payload) < 8 or not 2 <= length <= min(self._header_limit, len(payload) - 8):
             raise RejectedUpdate("format", "the update is no safetensors file of this size")
@@ -231,7 +218,7 @@ class Contract:
             raise RejectedUpdate("values", f"the loss is {loss!r:.20}; expected a finite number")
         if not 0 <= bits < 2 ** len(self.scales(blocks)):
             raise RejectedUpdate("scales", f"the update has scales that {blocks} does not have")
-        return Facts(blocks, samples, loss, bits)
+        return blocks, samples, loss, bits
 
     def _read_blocks(self, ends: Any) -> Blocks:
         """Blocks from the ends of their spans; each begins after the one before has ended."""
@@ -261,9 +248,11 @@ class Contract:
 
     # --- the form --------------------------------------------------------------------------------
 
-    def _form(self, facts: Facts) -> tuple[bytes, list[Slot]]:
+    def _form(
+        self, blocks: Blocks, samples: int, loss: float, bits: int
+    ) -> tuple[bytes, list[Slot]]:
         """The only header that an update with these facts can have, and what follows it."""
-        slots, scales = self.slots(facts.blocks), self.scales(facts.blocks)
+        slots, scales = self.slots(blocks), self.scales(blocks)
         # Who has another network in mind is found out by names, types and shapes.
         listing = [(slot.key, _DTYPES[slot.dtype], slot.shape) for slot in slots]
         layout: list[Any] = [listing, [slot.key for slot in scales]]
@@ -272,15 +261,15 @@ class Contract:
         metadata = {
             "format": _FORMAT,
             "layout": hashlib.sha256(_json(layout).encode()).hexdigest()[:16],
-            "span": [end for span in facts.blocks.spans for end in (span.start, span.stop)],
-            "samples": facts.samples,
-            "loss": facts.loss,
-            "scales": f"{facts.scales:x}",
+            "span": [end for span in blocks.spans for end in (span.start, span.stop)],
+            "samples": samples,
+            "loss": loss,
+            "scales": f"{bits:x}",
         }
         header: dict[str, Any] = {"__metadata__": {"cocofl": _json(metadata)}}
         # Tensors of one type lie together, wider types first so that all are aligned.
         slots.sort(key=lambda slot: (-slot.dtype.itemsize, _DTYPES[slot.dtype]))
-        slots += [slot for i, slot in enumerate(scales) if facts.scales >> i & 1]
+        slots += [slot for i, slot in enumerate(scales) if bits >> i & 1]
         at = 0
         for name, stretch in groupby(slots, lambda slot: slot.stretch):
             held = list(stretch)
