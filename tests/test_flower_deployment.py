@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from cocofl.experiment import Run
-from cocofl.flower.keys import make_certificates
-from cocofl.flower.loopback import NODE_PROGRAM, DeploymentFailed, Loopback
+from cocofl.flower.loopback import NODE_PROGRAM, DeploymentFailed, Loopback, make_certificates
 from cocofl.flower.settings import write_app
 from cocofl.flower.trial import await_run
 from cocofl.runlog import RunFolder
@@ -128,7 +127,7 @@ def test_a_device_keeps_its_process_and_survives_its_loss(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     with Loopback(tmp_path / "network") as network:
-        node = network.start_node("node0", {})
+        node = network.start_node("node0", {"trust": "task"})
         changes = {"flower.nodes": 1, "rounds": 8}
         run_id = network.submit(users_app(folder), changes)
         await_rounds(folder, 2)

@@ -127,12 +127,13 @@ def _threads(node: Mapping[str, Any]) -> int:
 
 def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experiment:
     """The server's experiment with what is this device's own affair."""
-    changes: dict[str, Any] = {
-        "model.init": "",
-        "data.dir": str(node.get("data-dir", "")),
-        "tables.spans": str(node.get("profile", "auto")),
-        "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
-    }
     if "partition-id" in node:
         experiment = alike_devices(experiment, int(node["num-partitions"]))
-    return experiment.changed(changes)
+    return experiment.changed(
+        {
+            "model.init": "",
+            "data.dir": str(node.get("data-dir", "")),
+            "tables.spans": str(node.get("profile", "auto")),
+            "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
+        }
+    )

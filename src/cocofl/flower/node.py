@@ -37,16 +37,7 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore import log
 from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    iterate_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    pull_objects,
-    push_object_contents_from_iterable,
-)
+from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
@@ -119,8 +110,9 @@ def receive_frames(pipe: Connection) -> list[bytes]:
 def reply_frames(reply: Message) -> list[bytes]:
     """A message without its content, the tree of its objects, and these in the tree's order."""
     reply.metadata.__dict__["_message_id"] = reply.object_id
-    with no_object_id_recompute():
-        tree, objects = get_object_tree(reply), get_all_nested_objects(reply)
+    with inflatable_object.no_object_id_recompute():
+        tree = inflatable_object.get_object_tree(reply)
+        objects = inflatable_object.get_all_nested_objects(reply)
         header = message_to_proto(remove_content_from_message(reply)).SerializeToString()
         contents = [objects[name].deflate() for name in object_ids(tree)]
         return [header, tree.SerializeToString(), *contents]
@@ -128,7 +120,7 @@ def reply_frames(reply: Message) -> list[bytes]:
 
 def object_ids(tree: ObjectTree) -> list[str]:
     """The names of a message's objects, in the order in which they are sent."""
-    return [part.object_id for part in iterate_object_tree(tree)]
+    return [part.object_id for part in inflatable_object.iterate_object_tree(tree)]
 
 
 class Node:
@@ -171,7 +163,7 @@ class Node:
     def _carry(self, message: Message, tree: ObjectTree) -> None:
         run_id, message_id = message.metadata.run_id, message.metadata.message_id
         run, fab = self._run(run_id)
-        contents = pull_objects(
+        contents = inflatable_utils.pull_objects(
             object_ids(tree),
             partial(self._link.pull_object, run_id),
             initial_backoff=_SHORTEST_WAIT_S,
@@ -190,7 +182,7 @@ class Node:
         tree = ObjectTree.FromString(answer[1])
         to_push, session = self._link.send(reply, tree, time.monotonic() - begin)
         objects = zip(object_ids(tree), answer[2:], strict=True)
-        push_object_contents_from_iterable(
+        inflatable_utils.push_object_contents_from_iterable(
             [(name, content) for name, content in objects if name in to_push],
             partial(self._link.push_object, run_id, session),
         )

@@ -164,10 +164,8 @@ def check_experiment(experiment: Experiment) -> None:
 
 def alike_devices(experiment: Experiment, count: int) -> Experiment:
     """The experiment with so many devices of one group: who has what is the devices' own affair."""
-    groups = [{"name": "all"}]
-    return experiment.changed(
-        {"devices.count": count, "devices.per_round": 1, "devices.groups": groups}
-    )
+    one = {"devices.per_round": 1, "devices.groups": [{"name": "all"}]}
+    return experiment.changed({"devices.count": count, **one})
 
 
 def node_budget(config: Mapping[str, Any], samples: int) -> Budget:

@@ -34,14 +34,7 @@ from cocofl.experiment import Run, Setup
 from cocofl.experiment import simulate as simulate_with
 from cocofl.fl.state import ServerState
 from cocofl.fl.widths import StatisticsWork
-from cocofl.flower.records import (
-    ask,
-    packed,
-    packed_contribution,
-    state_record,
-    unpacked,
-    unpacked_contribution,
-)
+from cocofl.flower import records
 from cocofl.freeze import KernelPlan
 
 _QUIET = {
@@ -110,21 +103,23 @@ class OnFlower(Executor):
 
     def resolve_plan(self, state: ServerState) -> KernelPlan:
         """One node measures; then all obey."""
-        (reply,) = self._replies(MessageType.QUERY, [(state_record(state.tensors), {})])
-        self.prepare(self._workshop, KernelPlan(unpacked(reply)[1], fixed=True))
+        (reply,) = self._replies(MessageType.QUERY, [(records.state_record(state.tensors), {})])
+        self.prepare(self._workshop, KernelPlan(records.unpacked(reply)[1], fixed=True))
         return self._workshop.plan
 
     def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
         """Each device on a node of its own."""
-        common = state_record(replace(state, devices={}).flat())
+        common = records.state_record(replace(state, devices={}).flat())
         requests = []
         for task in plan.tasks:
-            remembers = {task.device: task.memory} if task.memory else {}
-            own = state_record(replace(state, devices=remembers).flat()) if remembers else common
+            state_of_device = common
+            if task.memory:
+                own = replace(state, devices={task.device: task.memory})
+                state_of_device = records.state_record(own.flat())
             about = {"round": task.round_index, "device": task.device, "purpose": plan.purpose}
-            requests.append((own, about))
+            requests.append((state_of_device, about))
         replies = self._replies(MessageType.TRAIN, requests)
-        yield from answers(plan.tasks, map(unpacked_contribution, replies))
+        yield from answers(plan.tasks, map(records.unpacked_contribution, replies))
 
     def _replies(
         self, kind: str, requests: Sequence[tuple[ConfigRecord, dict[str, Any]]]
@@ -136,11 +131,11 @@ class OnFlower(Executor):
                 raise NodeFailed("Flower's simulation has ended")
         common = {"experiment": self._experiment, "plan": self._workshop.plan.choices}
         messages = [
-            Message(packed(state, common | about), node, kind)
+            Message(records.packed(state, common | about), node, kind)
             for node, (state, about) in zip(nodes, requests, strict=False)
         ]
         good = []
-        for reply in ask(self._grid, messages, poll_s=0.02, is_over=self._over.is_set):
+        for reply in records.ask(self._grid, messages, poll_s=0.02, is_over=self._over.is_set):
             if not isinstance(reply, Message) or reply.has_error():
                 told = reply.error.reason if isinstance(reply, Message) else reply
                 raise NodeFailed(
@@ -163,7 +158,7 @@ def train(message: Message, _context: Context) -> Message:
     task = task_of(job, state, about["device"], about["round"])
     if about["purpose"] == "statistics":
         task = replace(task, work=StatisticsWork())
-    return Message(packed_contribution(job.workshop.train(task, state)), reply_to=message)
+    return Message(records.packed_contribution(job.workshop.train(task, state)), reply_to=message)
 
 
 @node.query()
@@ -171,11 +166,12 @@ def resolve_plan(message: Message, _context: Context) -> Message:
     """Choose kernels under the conditions that devices train in."""
     job, state, _ = _opened(message)
     job.workshop.resolve_plan(state)
-    return Message(packed(state_record({}), job.workshop.plan.choices), reply_to=message)
+    content = records.packed(records.state_record({}), job.workshop.plan.choices)
+    return Message(content, reply_to=message)
 
 
 def _opened(message: Message) -> tuple[Job, ServerState, dict[str, Any]]:
-    tensors, about = unpacked(message)
+    tensors, about = records.unpacked(message)
     job = _job(about["experiment"], json.dumps(about["plan"]))
     return job, job.workshop.server_state(tensors), about
 
