@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cocofl.experiment import Run
-from cocofl.flower.loopback import NODE_PROGRAM, DeploymentFailed, Loopback, make_certificates
+from cocofl.flower.loopback import NODE_PROGRAM, DeploymentFailed, Loopback, make_certificate
 from cocofl.flower.settings import write_app
 from cocofl.flower.trial import await_run
 from cocofl.runlog import RunFolder
@@ -63,10 +63,10 @@ def test_tls_and_keys_let_the_right_ones_in_and_nobody_else(
             network.start_node(f"node{number}", config, key=network.new_key(f"key{number}"))
         stranger = network.start_node("stranger", key=network.new_key("stranger", register=False))
         anonymous = network.start_node("anonymous")
-        make_certificates(network.folder / "other")
+        make_certificate(network.folder / "other")
         key = network.new_key("fooled", register=False)
         words = [*NODE_PROGRAM, "--superlink", f"127.0.0.1:{network.port}"]
-        words += ["--root-certificates", str(network.folder / "other" / "ca.crt")]
+        words += ["--root-certificates", str(network.folder / "other" / "server.crt")]
         fooled = network.spawn("fooled", [*words, "--auth-supernode-private-key", str(key)])
 
         await_run(network, network.submit(users_app(folder)), folder)

@@ -129,11 +129,10 @@ def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experime
     """The server's experiment with what is this device's own affair."""
     if "partition-id" in node:
         experiment = alike_devices(experiment, int(node["num-partitions"]))
-    return experiment.changed(
-        {
-            "model.init": "",
-            "data.dir": str(node.get("data-dir", "")),
-            "tables.spans": str(node.get("profile", "auto")),
-            "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
-        }
-    )
+    changes = {
+        "model.init": "",
+        "data.dir": str(node.get("data-dir", "")),
+        "tables.spans": str(node.get("profile", "auto")),
+        "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
+    }
+    return experiment.changed(changes)

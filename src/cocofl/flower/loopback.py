@@ -39,10 +39,6 @@ NODE_PROGRAM = [sys.executable, "-P", str(Path(__file__).with_name("node.py"))]
 _HOST = "127.0.0.1"
 _PORTS = itertools.count(random.SystemRandom().randrange(10_000, 30_000))
 _PATIENCE_S = 120.0
-_AUTHORITY = x509.Name.from_rfc4514_string("CN=CoCoFL authority")
-_SERVER = x509.Name.from_rfc4514_string("CN=localhost")
-_ADDRESSES = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-_VALID = timedelta(days=30)
 
 
 class DeploymentFailed(RuntimeError):
@@ -66,14 +62,13 @@ class Loopback:
         self._link_options, self._node_options = [*link_options, "--insecure"], ["--insecure"]
         trust = "insecure = true"
         if secure:
-            tls = self.folder / "tls"
-            make_certificates(tls)
+            make_certificate(self.folder / "tls")
+            certificate = str(self.folder / "tls" / "server.crt")
             self._link_options = [*link_options, "--enable-supernode-auth"]
-            self._link_options += ["--ssl-ca-certfile", f"{tls}/ca.crt"]
-            self._link_options += ["--ssl-certfile", f"{tls}/server.crt"]
-            self._link_options += ["--ssl-keyfile", f"{tls}/server.key"]
-            self._node_options = ["--root-certificates", f"{tls}/ca.crt"]
-            trust = f"root-certificates = {json.dumps(f'{tls}/ca.crt')}"
+            self._link_options += ["--ssl-ca-certfile", certificate, "--ssl-certfile", certificate]
+            self._link_options += ["--ssl-keyfile", str(self.folder / "tls" / "server.key")]
+            self._node_options = ["--root-certificates", certificate]
+            trust = f"root-certificates = {json.dumps(certificate)}"
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\n'
             f'address = "{_HOST}:{self.port}"\n{trust}\n',
@@ -119,11 +114,14 @@ class Loopback:
         return self.spawn(name, words)
 
     def new_key(self, name: str, *, register: bool = True) -> Path:
-        """A key for a SuperNode, known to the SuperLink or not."""
+        """A key as ``ssh-keygen -t ecdsa -b 384`` makes it, known to the SuperLink or not."""
         path = self.folder / "keys" / name
-        public = make_node_key(path)
+        path.parent.mkdir(exist_ok=True)
+        key = _new_private_key(path, PrivateFormat.OpenSSH).public_key()
+        public = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        path.with_suffix(".pub").write_bytes(public + b"\n")
         if register:
-            self.flwr("supernode", "register", str(public), LINK)
+            self.flwr("supernode", "register", f"{path}.pub", LINK)
         return path
 
     def spawn(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
@@ -250,29 +248,23 @@ def _free_port() -> int:
 # Real ones are made with openssl and ssh-keygen, as docs/deployment.md shows.
 
 
-def make_certificates(folder: Path) -> None:
-    """An authority of one's own, and a certificate for a server on this machine.
-
-    A SuperLink needs ``ca.crt``, ``server.crt`` and ``server.key`` for TLS, devices the first only.
-    """
+def make_certificate(folder: Path) -> None:
+    """``server.crt`` and ``server.key`` for a server on this machine, which vouches for itself."""
     folder.mkdir(parents=True, exist_ok=True)
-    authority_key = ec.generate_private_key(ec.SECP384R1())
-    server_key = _new_private_key(folder / "server.key", PrivateFormat.PKCS8)
-    for file, name, key in (
-        ("ca.crt", _AUTHORITY, authority_key.public_key()),
-        ("server.crt", _SERVER, server_key.public_key()),
-    ):
-        made = _certificate(name, key, authority_key)
-        (folder / file).write_bytes(made.public_bytes(Encoding.PEM))
-
-
-def make_node_key(path: Path) -> Path:
-    """A private key as ``ssh-keygen -t ecdsa -b 384`` makes it; the public one, beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    key = _new_private_key(path, PrivateFormat.OpenSSH).public_key()
-    public = path.with_suffix(".pub")
-    public.write_bytes(key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
-    return public
+    key = _new_private_key(folder / "server.key", PrivateFormat.PKCS8)
+    public, now = key.public_key(), datetime.now(UTC)
+    name = x509.Name.from_rfc4514_string("CN=localhost")
+    addresses = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(_HOST))]
+    made = (
+        x509.CertificateBuilder(name, name, public, x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_after(now + timedelta(days=30))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
+        .sign(key, hashes.SHA384())
+    )
+    (folder / "server.crt").write_bytes(made.public_bytes(Encoding.PEM))
 
 
 def _new_private_key(path: Path, form: PrivateFormat) -> ec.EllipticCurvePrivateKey:
@@ -280,22 +272,3 @@ def _new_private_key(path: Path, form: PrivateFormat) -> ec.EllipticCurvePrivate
     path.touch(mode=0o600)
     path.write_bytes(key.private_bytes(Encoding.PEM, form, NoEncryption()))
     return key
-
-
-def _certificate(
-    name: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePrivateKey
-) -> x509.Certificate:
-    now = datetime.now(UTC)
-    of_issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
-    is_authority = name == _AUTHORITY
-    made = (
-        x509.CertificateBuilder(_AUTHORITY, name, key, x509.random_serial_number())
-        .not_valid_before(now - timedelta(minutes=5))
-        .not_valid_after(now + _VALID)
-        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(of_issuer, critical=False)
-    )
-    if not is_authority:
-        made = made.add_extension(x509.SubjectAlternativeName(_ADDRESSES), critical=False)
-    return made.sign(issuer_key, hashes.SHA384())

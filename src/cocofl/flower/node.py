@@ -193,20 +193,6 @@ class Node:
         return run_to_proto(run).SerializeToString(), self._link.get_fab(run.fab_hash, run_id)
 
 
-def _arguments() -> argparse.Namespace:
-    """Those of ``cocofl flower node``, where they are explained; named as Flower names them."""
-    parser = argparse.ArgumentParser(prog="cocofl flower node")
-    parser.add_argument("--superlink", required=True)
-    parser.add_argument("--insecure", action="store_true")
-    parser.add_argument("--root-certificates")
-    parser.add_argument("--auth-supernode-private-key", type=Path)
-    parser.add_argument("--node-config", default="")
-    arguments = parser.parse_args()
-    if arguments.insecure and (arguments.root_certificates or arguments.auth_supernode_private_key):
-        parser.error("--insecure goes without certificates and keys, which need TLS")
-    return arguments
-
-
 def _keys(path: Path | None) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey] | None:
     if path is None:
         return None
@@ -217,15 +203,24 @@ def _keys(path: Path | None) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCur
 
 
 def main() -> None:
-    """Join the federation, and take part until a signal comes."""
-    arguments = _arguments()
+    """Join the federation, and take part until a signal comes.
+
+    Arguments are those of ``cocofl flower node``, where they are explained.
+    """
+    parser = argparse.ArgumentParser(prog="cocofl flower node")
+    parser.add_argument("--superlink", required=True)
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--root-certificates")
+    parser.add_argument("--auth-supernode-private-key", type=Path)
+    parser.add_argument("--node-config", default="")
+    arguments = parser.parse_args()
+    key = arguments.auth_supernode_private_key
+    if arguments.insecure and (arguments.root_certificates or key):
+        parser.error("--insecure goes without certificates and keys, which need TLS")
     config = parse_config_args([arguments.node_config] if arguments.node_config else None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the SuperLink is told
     with http_request_response(
-        arguments.superlink,
-        arguments.insecure,
-        arguments.root_certificates,
-        _keys(arguments.auth_supernode_private_key),
+        arguments.superlink, arguments.insecure, arguments.root_certificates, _keys(key)
     ) as connection:
         link = Link(*connection)
         log(INFO, "SuperNode ID: %s", link.node_id)

@@ -46,8 +46,7 @@ def main(grid: Grid, context: Context) -> None:
     """Play all rounds that the run folder does not have yet."""
     experiment, deployment = read_run_config(context.run_config)
     server = Server(grid, experiment, deployment)
-    path = Path(deployment.folder)
-    with open_folder(path, experiment, resume=deployment.resume) as folder:
+    with open_folder(Path(deployment.folder), experiment, resume=deployment.resume) as folder:
         if not folder.is_complete:
             folder.write_about(server.setup.about())
             log = _Log(server.job.workshop.tally.metrics[0].facts)

@@ -83,12 +83,7 @@ def simulate(
             executor.close()
 
     try:
-        run_simulation(
-            server,
-            client_app=node,
-            num_supernodes=experiment.devices.per_round,
-            backend_config=backend,
-        )
+        run_simulation(server, node, experiment.devices.per_round, backend_config=backend)
     finally:
         over.set()  # if Ray is gone, the server's thread must not wait for it
     return outcome.result(timeout=0)

@@ -233,16 +233,14 @@ class Contract:
         return Blocks.parse("+".join(f"{start}:{stop}" for start, stop in spans))
 
     def _check_change(self, new: Tensors, state: Mapping[str, Tensor], blocks: Blocks) -> None:
-        change, size = 0.0, 0.0
-        for slot in self.slots(blocks):
-            old = state[slot.key].double()
-            change += float((new[slot.key].double() - old).square().sum())
-            size += float(old.square().sum())
-        most = self._max_change * (1 + math.sqrt(size))
-        if not math.sqrt(change) <= most:
+        keys = [slot.key for slot in self.slots(blocks)]
+        size = math.hypot(*(float(state[key].double().norm()) for key in keys))
+        change = math.hypot(*(float((new[key].double() - state[key]).norm()) for key in keys))
+        most = self._max_change * (1 + size)
+        if not change <= most:
             raise RejectedUpdate(
                 "change",
-                f"the update moves {blocks} by {math.sqrt(change):.3g}; at most {most:.3g} "
+                f"the update moves {blocks} by {change:.3g}; at most {most:.3g} "
                 f"is allowed (max_change = {self._max_change:g})",
             )
 
