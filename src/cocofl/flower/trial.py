@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from cocofl.config import Experiment
@@ -25,13 +24,10 @@ def try_out(
     *,
     supernodes: int = 3,
     secure: bool = False,
-    deployment: Deployment | None = None,
     on_round: Callable[[RoundRecord], None] = lambda _: None,
 ) -> Run:
     """Start a SuperLink and SuperNodes, run the experiment on them, and end them again."""
-    settings = replace(
-        deployment or Deployment(nodes=supernodes), folder=str((folder / "run").absolute())
-    )
+    settings = Deployment(nodes=supernodes, folder=str((folder / "run").absolute()))
     app = write_app(folder / "app", run_config(experiment, settings))
     with Loopback(folder / "network", secure=secure) as network:
         for number in range(supernodes):
