@@ -312,7 +312,7 @@ IDLE = {"flower-superlink": 1, "flower-superexec": 1, "flower/node.py": 3, APP_P
 
 def test_a_soak_with_kills_ends_as_well_as_an_undisturbed_run(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
-    settings = Settings("resnet10-digits", "span", "qff", batch=16, options=(("tiny", True),))
+    settings = Settings("resnet10-digits", batch=16, options=(("tiny", True),))
     analytic_table(settings).save(table)
     wild = soak(tmp_path / "wild", table, random.Random(0))
     # Nothing disturbs devices that are functions.

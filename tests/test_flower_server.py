@@ -200,7 +200,7 @@ def test_a_device_without_room_sits_out(tmp_path: Path) -> None:
 
 def table_of(path: Path, hardware: Hardware | None = None) -> str:
     """A profile table for the tiny network."""
-    settings = Settings("resnet10-digits", "span", "qff", batch=16, options=(("tiny", True),))
+    settings = Settings("resnet10-digits", batch=16, options=(("tiny", True),))
     replace(analytic_table(settings), hardware=hardware).save(path)
     return str(path)
 
