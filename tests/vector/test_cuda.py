@@ -17,9 +17,9 @@ from cocofl.numerics import snap, stacked_grid
 from cocofl.vector import Adam, Cohort, DeviceWork, Sgd
 from cocofl.vector.kernels.base import Activation, Dropping
 from cocofl.vector.kernels.choice import KernelSet
+from cocofl.vector.training.execution import Precision
 from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
 from cocofl.vector.training.levels import WHOLE, factor_row
-from cocofl.vector.training.precision import Precision
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 
@@ -247,9 +247,9 @@ def test_attention(rows: int, channels: int) -> None:
     exact = [x.detach().double().requires_grad_() for x in inputs]
     mask = torch.rand(3, 1, 1, rows, device="cuda") < 0.7
     mask[1] = False
-    with Precision.named("fp32").active():
+    with Precision("fp32").active():
         assert KernelSet.on(torch.device("cuda")).attention(*inputs, mask) is None
-    with Precision.named("tf32").active():
+    with Precision("tf32").active():
         attend = KernelSet.on(torch.device("cuda")).attention(*inputs, mask)
         assert attend is not None
         y = attend(*inputs, mask, channels**-0.5)
@@ -337,7 +337,7 @@ def test_linear_layers(layers: int, upper: float | None, precision: str, toleran
     x, *g = (torch.randn(3, 77, c, device="cuda", dtype=own) for c in (40, *[24] * layers))
     w = [torch.randn(3, 24, 40, device="cuda") for _ in range(layers)]
     bias = [torch.randn(3, 24, device="cuda"), *[None] * (layers - 1)]
-    with Precision.named(precision).active():
+    with Precision(precision).active():
         kernels = KernelSet.on(torch.device("cuda")).linear(x, 24)
         assert kernels is not None
         found = kernels.linear(x, w, bias, Activation(upper is not None, upper))
@@ -360,7 +360,7 @@ def test_linear_layers_round_what_comes_back() -> None:
     w = [torch.randn(3, 24, 40, device="cuda") for _ in range(2)]
     scales = torch.tensor([0.02, torch.nan, 0.01], device="cuda")
     grid = stacked_grid(scales, torch.zeros(3, dtype=torch.bool, device="cuda"))
-    with Precision.named("tf32").active():
+    with Precision("tf32").active():
         kernels = KernelSet.on(torch.device("cuda")).linear(x, 24)
         assert kernels is not None
         both = kernels.stacked([grid, None])

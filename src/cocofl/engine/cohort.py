@@ -248,7 +248,7 @@ class CohortExecutor(Executor):
         if self._evaluator is None:
             # Where devices train together in a captured graph, their model can be tested so.
             capture = self._cohort is not None and self._cohort.program.is_capturable
-            precision = Precision.named(self._precision)
+            precision = Precision(self._precision)
             self._evaluator = GpuEvaluator(self._workshop, self._tests, precision, capture=capture)
         return self._evaluator.test(state, chunks, statistics)
 

@@ -139,11 +139,10 @@ def _lower_block(
             continue  # runs as part of the nodes that take it apart
         elif (source := passed_through(node, block)) is not None:
             names[node] = names[source]
-            if keep_dropout and _drops(node, block):
-                names[node] = f"{index}.{node.name}"
-                operations.append(
-                    NodeOp(names[node], (node,), (names[source],), True, False, dict(names), True)
-                )
+            if keep_dropout and (p := _drop_probability(node, block)):
+                names[node] = name = f"{index}.{node.name}"
+                own = NodeOp(name, (node,), (names[source],), True, False, dict(names), drops=p)
+                operations.append(own)
         else:
             names[node] = f"{index}.{node.name}"
             operations.append(_operation(node, block, dict(names), watch, node not in heads))
@@ -175,7 +174,7 @@ def _kind(node: fx.Node, block: nn.Module) -> Any:
     return node.target if node.op in {"call_function", "call_method"} else None
 
 
-def _arguments(node: fx.Node, *names: str) -> dict[str, Any]:
+def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
     """What a function is called with, wherever it was given."""
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
@@ -188,11 +187,11 @@ def passed_through(node: fx.Node, block: nn.Module) -> fx.Node | None:
     return node.all_input_nodes[0] if is_module or is_function else None
 
 
-def _drops(node: fx.Node, block: nn.Module) -> bool:
-    """Whether a node that hands its input on when frozen does not when trained."""
+def _drop_probability(node: fx.Node, block: nn.Module) -> Any:
+    """How likely a node that hands its input on when frozen drops elements when trained."""
     if (module := called_module(node, block)) is not None:
-        return isinstance(module, _DropoutNd) and bool(module.p)
-    return bool(_arguments(node, "input", "p").get("p") != 0)
+        return module.p if isinstance(module, _DropoutNd) else 0.0
+    return arguments(node, "input", "p").get("p", 0.5)
 
 
 def _operation(
@@ -209,7 +208,7 @@ def _operation(
     if (activation := _RELUS.get(kind)) is not None:
         return ActOp(name, inputs[0], activation)
     if kind in _CONCATENATIONS and set(node.all_input_nodes) <= set(shapes):
-        given = _arguments(node, "tensors", "dim")
+        given = arguments(node, "tensors", "dim")
         parts, dim = given["tensors"], given.get("dim", given.get("axis", 0))
         if len(shapes[node]) == 4 and isinstance(parts, list | tuple) and isinstance(dim, int):
             return CatOp(name, tuple(names[part] for part in parts), dim)

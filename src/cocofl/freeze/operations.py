@@ -86,8 +86,8 @@ class NodeOp:
     layout: bool
     overwrites: bool
     names: dict[fx.Node, str]
-    drops: bool = False
-    """Whether this is a dropout, kept because some devices train the block and need it."""
+    drops: Any = 0.0
+    """How likely an element is dropped: by a dropout that devices who train the block need."""
 
     def run(
         self, read: Callable[[str], Any], function: Callable[[fx.Node], Callable[..., Any]]

@@ -5,11 +5,10 @@ from cocofl.vector.program.row_layout import Rows, Segments
 from cocofl.vector.training import losses
 from cocofl.vector.training.agreement import disagreement, narrows
 from cocofl.vector.training.cohort import Cohort, DeviceWork, Source
-from cocofl.vector.training.cuda_graphs import Graphs
+from cocofl.vector.training.execution import PRECISIONS, Graphs, Precision
 from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
 from cocofl.vector.training.levels import WHOLE, factor_row
 from cocofl.vector.training.optimizer import Adam, Optimizer, Sgd
-from cocofl.vector.training.precision import PRECISIONS, Precision
 from cocofl.vector.training.rules import RuleMemory
 
 __all__ = [

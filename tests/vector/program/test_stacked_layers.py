@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
-from cocofl.vector.kernels.base import Asked
+from cocofl.vector.kernels.base import Asked, side_by_side
 from cocofl.vector.kernels.choice import KernelSet
-from cocofl.vector.kernels.rows import side_by_side
 from cocofl.vector.program.stacked_layers import Weights, stacked_layer
-from cocofl.vector.training.precision import Precision
+from cocofl.vector.training.execution import Precision
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 
@@ -89,7 +88,7 @@ def test_plain(case: str) -> None:
 )
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_on_a_gpu(case: str, precision: str, dtype: torch.dtype, tolerance: float) -> None:
-    with Precision.named(precision).active():
+    with Precision(precision).active():
         assert max(errors(case, dtype, "cuda")) < tolerance
 
 
@@ -121,9 +120,10 @@ def test_concatenated_images_stay_channels_last(dim: int) -> None:
 
 
 def test_the_cpu_has_plain_kernels_only() -> None:
-    x, w = torch.zeros(2, 3, 4, 5, 5), torch.zeros(2, 4, 1, 3, 3)
-    assert KernelSet.on(x.device).dense(x, SAME) is None
-    assert KernelSet.on(x.device).depthwise(x, w, Geometry((1, 1), (1, 1), (1, 1), 4)) is None
+    x, kernels = torch.zeros(2, 3, 4, 5, 5), KernelSet.on(torch.device("cpu"))
+    for groups in (1, 4):
+        w = torch.zeros(2, 4, 4 // groups, 3, 3)
+        assert kernels.convolution(x, w, Geometry((1, 1), (1, 1), (1, 1), groups)) is None
 
 
 @gpu
@@ -138,11 +138,13 @@ def test_the_cpu_has_plain_kernels_only() -> None:
 )
 def test_whose_kernels_a_gpu_takes(geometry: Geometry, ours: bool) -> None:
     x = torch.zeros(2, 3, 4, 5, 5, device="cuda")
-    with Precision.named("tf32").active():
-        assert (KernelSet.on(x.device).dense(x, geometry) is not None) == ours
-        assert KernelSet.on(x.device).dense(x.double(), geometry) is None
-    with Precision.named("fp32").active():
-        assert KernelSet.on(x.device).dense(x, geometry) is None
+    w = torch.zeros(2, 4, 4 // geometry.groups, 3, 3, device="cuda")
+    kernels = KernelSet.on(x.device)
+    with Precision("tf32").active():
+        assert (kernels.convolution(x, w, geometry) is not None) == ours
+        assert kernels.convolution(x.double(), w, geometry) is None
+    with Precision("fp32").active():
+        assert kernels.convolution(x, w, geometry) is None
 
 
 @gpu
@@ -158,7 +160,7 @@ def test_devices_that_do_not_ask(case: str) -> None:
     for asked in (everyone("cuda"), some):
         given, own = x.clone().requires_grad_(), w.clone().requires_grad_()
         # In fp32 convolutions are PyTorch's, which leave nothing out.
-        with Precision.named("tf32").active():
+        with Precision("tf32").active():
             weights = Weights(own, own.detach(), own.detach())
             y = stacked_layer(given, weights, g, asked, KernelSet.on(given.device))
             y.square().sum().backward()

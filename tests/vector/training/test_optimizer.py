@@ -52,7 +52,8 @@ def test_rows_move_as_each_does_alone(settings: Optimizer) -> None:
     where = [tensor.data_ptr() for tensor in memory]
     for _ in range(2):  # the second round knows nothing of the first
         rows.copy_(begin)
-        settings.begin(memory)
+        for tensor in memory:
+            tensor.zero_()
         for valid, gradient in zip(VALID, gradients, strict=True):
             lr = torch.tensor(LR, dtype=torch.float64)
             settings.step(rows, gradient, memory, lr, learns, torch.tensor(valid))

@@ -6,160 +6,102 @@ and shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
-from cocofl.numerics import StackedGrid
 from cocofl.vector.kernels import plain
-from cocofl.vector.kernels.base import Activation, Coefficients, Dropping, Gradients, Kept, Norm
 
 _HEAD_CHANNELS = 128  # of which a tile still fits
 _SMALL = 512  # channels up to which a linear layer does little with what it reads
 _ROW = 4096  # channels that a program can hold at a time
 
-_Maybe = Tensor | None
 
+class LayerKernels(NamedTuple):
+    """The kernels of one kind of layer with weights."""
 
-class RowKernels(NamedTuple):
-    """The elementwise chains around a layer; :mod:`cocofl.vector.kernels.plain` defines them."""
-
-    largest: Callable[[Tensor, Tensor], Tensor]
-    coefficients: Callable[[Tensor, Tensor, Norm], Coefficients]
-    finish: Callable[[Tensor, _Maybe, _Maybe, _Maybe, Activation, StackedGrid | None], Tensor]
-    back: Callable[[Tensor, StackedGrid | None, Kept], Gradients]
-    total: Callable[[Tensor, Tensor], Tensor]
-    measured_grid: Callable[[Tensor, Tensor, Tensor, StackedGrid], StackedGrid]
-    sgd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None] | None = None
-    """Descent by gradients alone, in one pass over memory."""
-
-
-class ChainKernels(NamedTuple):
-    """Dropout; and LayerNorm of a sum, one part of which may be dropped from."""
-
-    drop: Callable[[Tensor, Dropping], Tensor]
-    normalise: Callable[[Tensor, _Maybe, Dropping | None, _Maybe, _Maybe, float, _Maybe], Tensor]
-
-
-class LinearKernels(NamedTuple):
-    """Several linear layers of one input: results, gradients, and grids as these take them."""
-
-    linear: Callable[[Tensor, Sequence[Tensor], Sequence[_Maybe], Activation], Sequence[Tensor]]
-    stacked: Callable[[Sequence[StackedGrid | None]], _Maybe]
-    linear_input: Callable[[Sequence[Tensor], Sequence[Tensor], _Maybe, _Maybe], Tensor]
-    linear_weight: Callable[[Tensor, Tensor, _Maybe], tuple[Tensor, Tensor]]
-
-
-Attention = Callable[[Tensor, Tensor, Tensor, _Maybe, float], Tensor]
-"""From query, key, value, mask and scale: attention whose weights are not dropped."""
-
-
-class Convolution(NamedTuple):
-    """Kernels of our own for one kind of convolution."""
-
-    forward: Callable[[Tensor, Tensor, Geometry], Tensor]
-    """From images and weights."""
-    input: Callable[[Tensor, Tensor, Tensor, Geometry, Tensor], Tensor]
-    """The images' gradient, from that of the result, weights and images, and who needs it."""
-    weight: Callable[[Tensor, Tensor, Tensor, Geometry, Tensor], Tensor]
-    """The weights' gradient, from that of the result, images and weights, and who needs it."""
-
-
-class TritonKernels(NamedTuple):
-    """Kernels of our own."""
-
-    rows: RowKernels
-    chains: ChainKernels
-    linear: LinearKernels
-    attention: Attention
-    depthwise: Convolution
-    dense: Convolution
+    forward: Callable[..., Tensor]
+    """From ``x``, weights and geometry."""
+    input: Callable[..., Tensor]
+    """The gradient of ``x``, from that of the result, weights, ``x``, geometry, and who asks."""
+    weight: Callable[..., Tensor]
+    """The weights' gradient, from that of the result, ``x``, weights, geometry, and who asks."""
 
 
 @dataclass(frozen=True)
 class KernelSet:
     """The kernels that one program has at hand."""
 
-    triton: TritonKernels | None = None
+    has_triton: bool = False
 
     @classmethod
     def on(cls, device: torch.device) -> KernelSet:
         """What there is on this device."""
-        if device.type != "cuda" or find_spec("triton") is None:
-            return PLAIN
-        return cls(_triton_kernels())
+        return cls(device.type == "cuda" and find_spec("triton") is not None)
 
-    def fused(self, x: Tensor) -> TritonKernels | None:
-        """Our own, where they can run on this tensor."""
+    def own(self, name: str, x: Tensor) -> ModuleType | None:
+        """The module of our own kernels of this name, where they can run on this tensor."""
         fits = x.is_cuda and x.dtype in {torch.float32, torch.bfloat16}
-        return self.triton if fits else None
+        return _triton_modules()[name] if self.has_triton and fits else None
 
-    def rows(self, x: Tensor) -> RowKernels:
-        """For the elementwise chains around a layer."""
-        own = self.fused(x)
-        return _PLAIN_ROWS if own is None else own.rows
+    def rows(self, x: Tensor) -> ModuleType:
+        """For the elementwise chains around a layer, with the functions of ``plain``."""
+        return self.own("rows", x) or plain
 
-    def chains(self, x: Tensor) -> ChainKernels | None:
-        """Our own dropout and LayerNorm, where they run."""
-        own = self.fused(x)
-        return None if own is None or x.shape[-1] > _ROW else own.chains
+    def chains(self, x: Tensor) -> ModuleType | None:
+        """Our own dropout and LayerNorm of a sum, where they run."""
+        return None if x.shape[-1] > _ROW else self.own("chains", x)
 
-    def linear(self, x: Tensor, outs: int) -> LinearKernels | None:
+    def linear(self, x: Tensor, outs: int) -> ModuleType | None:
         """Our own linear layers, where they run and memory is what they wait for."""
-        own = self.fused(x)
-        if own is None or _is_exact(x) or max(outs, x.shape[-1]) > _SMALL:
-            return None
-        return own.linear
+        small = max(outs, x.shape[-1]) <= _SMALL
+        return self.own("linear", x) if small and not _is_exact(x) else None
 
-    def depthwise(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution | None:
-        """For 3×3 convolutions of each channel by itself, where they run.
+    def convolution(self, x: Tensor, w: Tensor, geometry: Geometry) -> LayerKernels | None:
+        """Our own convolutions, where they run and are the faster ones.
 
-        ``w`` is (device, out, in per group, height, width).
+        They are 3×3 of each channel by itself, or of all channels with all; ``w`` is (device, out,
+        in per group, height, width).
         """
-        by_channel = w.shape[1] == geometry.groups and w.shape[2] == 1
-        small = tuple(w.shape[3:]) == (3, 3) and geometry.dilation == (1, 1)
-        own = self.fused(x) if by_channel and small else None
-        return None if own is None else own.depthwise
-
-    def dense(self, x: Tensor, geometry: Geometry) -> Convolution | None:
-        """For convolutions of all channels with all, where they run and are the faster ones."""
-        own = self.fused(x)
-        if own is None or geometry.groups != 1 or geometry.dilation != (1, 1) or _is_exact(x):
+        if geometry.dilation != (1, 1):
             return None
-        return own.dense
+        by_channel = w.shape[1] == geometry.groups and w.shape[2] == 1
+        if by_channel and tuple(w.shape[3:]) == (3, 3) and (own := self.own("depthwise", x)):
+            return LayerKernels(own.depthwise, own.depthwise_input, own.depthwise_weight)
+        if geometry.groups == 1 and not _is_exact(x) and (own := self.own("dense", x)):
+            return LayerKernels(own.dense, own.dense_input, own.dense_weight)
+        return None
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Attention | None:
-        """Our own attention, where it is the faster one.
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] | None:
+        """Our own attention, whose weights are not dropped, where it is the faster one.
 
-        Tensors are (sample, head, row, channel), and a mask may be over keys only.
+        It takes query, key, value, mask and scale. Tensors are (sample, head, row, channel), and a
+        mask may be over keys only.
         """
-        own = self.fused(query)
+        own = self.own("attention", query)
         if own is None or query.dtype != torch.float32 or _is_exact(query) or query.ndim != 4:
             return None
         alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
         fits = query.shape[:2] == key.shape[:2] and query.shape[3] == key.shape[3] <= _HEAD_CHANNELS
-        if not (alike and fits and (mask is None or _is_over_keys(mask, key))):
-            return None
-        return own.attention
+        usable = alike and fits and (mask is None or _is_over_keys(mask, key))
+        return own.attention if usable else None
 
 
-_PLAIN_ROWS = RowKernels(
-    plain.largest, plain.coefficients, plain.finish, plain.back, plain.total, plain.measured_grid
-)
 PLAIN = KernelSet()
 """Where there are no kernels of our own."""
 
 
 @cache
-def _triton_kernels() -> TritonKernels:
+def _triton_modules() -> dict[str, ModuleType]:
     # Triton is imported only where there is a GPU to use it.
     from cocofl.vector.kernels import (  # noqa: PLC0415
         triton_attention,
@@ -170,17 +112,14 @@ def _triton_kernels() -> TritonKernels:
         triton_rows,
     )
 
-    def of(module: Any, kind: Any, *names: str) -> Any:
-        return kind(*(getattr(module, name) for name in names))
-
-    return TritonKernels(
-        of(triton_rows, RowKernels, *RowKernels._fields),
-        of(triton_chains, ChainKernels, *ChainKernels._fields),
-        of(triton_linear, LinearKernels, *LinearKernels._fields),
-        triton_attention.attention,
-        of(triton_depthwise, Convolution, "depthwise", "depthwise_input", "depthwise_weight"),
-        of(triton_dense, Convolution, "dense", "dense_input", "dense_weight"),
-    )
+    return {
+        "attention": triton_attention,
+        "chains": triton_chains,
+        "dense": triton_dense,
+        "depthwise": triton_depthwise,
+        "linear": triton_linear,
+        "rows": triton_rows,
+    }
 
 
 def _is_exact(x: Tensor) -> bool:

@@ -72,20 +72,17 @@ def _adds(node: Node, low: LoweredBlock) -> bool:
 
 def _with_groups(instructions: Sequence[Instruction], readers: Counter[str]) -> list[Instruction]:
     """Each group of linear layers in the place of its first."""
-    groups: dict[Hashable, list[Layer]] = {}
+    groups: dict[Hashable, list[Instruction]] = {}
     for one in instructions:
-        if _is_linear(one):
-            groups.setdefault(_traits(one), []).append(one)
+        groups.setdefault(_traits(one) if _is_linear(one) else one.name, []).append(one)
     found: list[Instruction] = []
-    for one in instructions:
-        if not _is_linear(one):
-            found.append(one)
-            continue
-        layers = groups.pop(_traits(one), [])
+    for group in groups.values():
+        layers = [one for one in group if _is_linear(one)]
+        found += [] if layers else group
         for i in range(0, len(layers), _TOGETHER):
-            group = tuple(layers[i : i + _TOGETHER])
-            shares = readers[one.op.x] > len(group)
-            found.append(Linears(group[-1].name, one.block, group, shares))
+            some = tuple(layers[i : i + _TOGETHER])
+            shares = readers[some[0].op.x] > len(some)
+            found.append(Linears(some[-1].name, some[0].block, some, shares))
     return found
 
 

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from cocofl.freeze.lowering import arguments
 from cocofl.freeze.operations import ActOp, CatOp, MapOp, NodeOp
 from cocofl.freeze.scheme import GRADIENT
 from cocofl.numerics import StackedGrid
-from cocofl.vector.kernels.base import NO_ACTIVATION, Activation, Dropping
+from cocofl.vector.kernels.base import NO_ACTIVATION, Activation, Dropping, side_by_side
 from cocofl.vector.kernels.plain import normalise_leading
-from cocofl.vector.kernels.rows import side_by_side
-from cocofl.vector.program.finishing import finished
 from cocofl.vector.program.node_calls import MAPPED, MERGED, NodeCall
 from cocofl.vector.program.row_layout import Segment
 from cocofl.vector.program.stacked_layers import Weights, linear_layers, stacked_layer
-from cocofl.vector.program.step_context import Environment, NormSpec, StepContext
+from cocofl.vector.program.step_context import Environment, NormSpec, StepContext, finished
+from cocofl.vector.rounding.table import ActivePoint
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Layer(Instruction):
     def kernel_grid(self, step: StepContext) -> StackedGrid | None:
         """What its kernel rounds gradients to: grids that are known, with no ReLU before them."""
         point = step.point(GRADIENT, self.name, self.block)
-        return None if point.must_measure or self.activation.present else point.known()
+        return None if point.must_measure or self.activation.present else point.known
 
     def finish(
         self, y: Tensor, env: Environment, step: StepContext, *, is_begun: bool = False
@@ -96,7 +96,7 @@ class Layer(Instruction):
         finish = step.finish(self.name, y, self.block, image=image)
         finish = replace(finish, activation=self.activation, norm=norm, is_begun=is_begun)
         if is_begun and self.kernel_grid(step) is not None:
-            finish = replace(finish, gradient=finish.gradient.idle())
+            finish = replace(finish, gradient=ActivePoint(step.kernels))
         addend = None
         if self.op.addend is not None:
             addend = self._to_image(step.coded(env, self.op.addend, self.block))
@@ -284,23 +284,14 @@ class Drop(Instruction):
 
     settles = False
     x: str
-    node: fx.Node
-    module: nn.Module | None
-
-    @property
-    def p(self) -> float:
-        """How likely an element is dropped."""
-        if self.module is not None:
-            return float(self.module.p)  # type: ignore[arg-type]
-        given: dict[str, Any] = dict(zip(("input", "p"), self.node.args, strict=False))
-        return float((given | self.node.kwargs).get("p", 0.5))
+    p: float
+    function: Any
+    """PyTorch's, or the class of its module."""
 
     @property
     def is_elementwise(self) -> bool:
         """Whether each element is dropped by itself, and only some of them are."""
-        own = F.dropout if self.module is None else nn.Dropout
-        kind = self.node.target if self.module is None else type(self.module)
-        return kind is own and 0.0 < self.p < 1.0
+        return self.function in (F.dropout, nn.Dropout) and 0.0 < self.p < 1.0
 
     def dropping(self, step: StepContext) -> Dropping | None:
         """On which devices it is active now."""
@@ -312,13 +303,13 @@ class Drop(Instruction):
         if dropping is None:
             return x
         if self.is_elementwise and (kernels := step.kernels.chains(x)) is not None:
-            return kernels.drop(x, dropping)
+            dropped: Tensor = kernels.drop(x, dropping)
+            return dropped
         merged = x.flatten(0, 1)
-        if self.module is not None:
-            y = type(self.module)(self.p)(merged)  # the module itself may work in place
+        if isinstance(self.function, type):
+            y = self.function(self.p)(merged)  # the module itself may work in place
         else:
-            assert callable(self.node.target)
-            y = self.node.target(merged, p=self.p, training=True)
+            y = self.function(merged, p=self.p, training=True)
         active = dropping.active.view(-1, *[1] * (x.ndim - 1))
         return torch.where(active, y.unflatten(0, x.shape[:2]), x)
 
@@ -368,7 +359,7 @@ class Attend(Instruction):
         alone = len(op.nodes) == len(node.call.pieces) == 1 and node.call.way == MERGED
         if not alone or call.target is not F.scaled_dot_product_attention:
             return node
-        given: dict[str, Any] = dict(zip(_ATTENTION, call.args, strict=False)) | call.kwargs
+        given = arguments(call, *_ATTENTION)
         tensors = [given.pop(name, None) for name in _ATTENTION[:4]]
         scale = given.pop("scale", None)
         if any(given.values()) or isinstance(scale, fx.Node):

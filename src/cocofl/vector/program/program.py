@@ -17,6 +17,7 @@ from cocofl.freeze import Network
 from cocofl.freeze.layers import is_plain
 from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, Operation, ValueName
 from cocofl.freeze.scheme import named_values
+from cocofl.freeze.traced_blocks import called_module
 from cocofl.vector.kernels.choice import KernelSet
 from cocofl.vector.program.fused_instructions import fused
 from cocofl.vector.program.instructions import (
@@ -166,9 +167,10 @@ class _Builder:
 
     def _add_node(self, op: NodeOp, block: int) -> None:
         if op.drops:
-            node, graph = op.nodes[-1], self._graphs[block]
-            module = graph.get_submodule(str(node.target)) if node.op == "call_module" else None
-            self._made.append(Drop(op.name, block, op.inputs[0], node, module))
+            node = op.nodes[-1]
+            module = called_module(node, self._graphs[block])
+            function = node.target if module is None else type(module)
+            self._made.append(Drop(op.name, block, op.inputs[0], float(op.drops), function))
             return
         if (own := self._known_layer(op, block)) is not None:
             self._made.append(own)

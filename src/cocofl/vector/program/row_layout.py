@@ -64,9 +64,13 @@ class Segments:
             owner[segment.start : segment.stop] = segment.block
         return owner
 
-    def all(self) -> list[Segment]:
-        """Every segment once, in order."""
-        return list(self._by_tensor.values())
+    def views(self, rows: Tensor) -> dict[Segment, Tensor]:
+        """By segment, each once and in order, its part of stacked rows."""
+        return {segment: segment.of(rows) for segment in self._by_tensor.values()}
+
+    def leaves(self, rows: Tensor) -> dict[Segment, Tensor]:
+        """The same for gradients to be taken of."""
+        return {of: part.detach().requires_grad_() for of, part in self.views(rows).items()}
 
     def pack(self, state: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The state's tensors as one row, on the device and in the type of ``like``."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,8 @@ from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.numerics import StackedGrid
-from cocofl.vector.kernels.base import Activation, Asked
-from cocofl.vector.kernels.choice import Convolution, KernelSet, LinearKernels
-from cocofl.vector.kernels.rows import from_rows, rows_of
+from cocofl.vector.kernels.base import Activation, Asked, from_rows, rows_of
+from cocofl.vector.kernels.choice import KernelSet, LayerKernels
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
 _FEW = 64
@@ -93,22 +92,32 @@ def stacked_layer(
     Its gradient is computed ``beside`` that of ``x``, where that is given.
     """
     # Only what nothing is done with before the end of a step may come late.
-    beside = beside if w.own.is_leaf else None
+    late = beside if w.own.is_leaf else None
+
+    def product(rows: Tensor, w: Weights, beside: Beside | None = late) -> Tensor:
+        return _apply(_Weighted, rows, *w, _PRODUCT, None, asked, beside)
+
     if geometry is None:
-        rows = _apply(_Multiply, rows_of(x, image=False), *w, beside)
-        return from_rows(rows, x, image=False)
+        return from_rows(product(rows_of(x, image=False), w), x, image=False)
     if is_pointwise(tuple(w.own.shape), geometry):
         vertical, horizontal = geometry.stride
         if (vertical, horizontal) != (1, 1):
             x = x[..., ::vertical, ::horizontal]
-        return from_rows(_apply(_Multiply, rows_of(x), *w.flat(), beside), x)
+        return from_rows(product(rows_of(x), w.flat()), x)
     few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
     if x.is_cuda and few and not x.requires_grad:
-        return _unfolded(x, w, geometry)
-    own = kernels.depthwise(x, w.own, geometry) or kernels.dense(x, geometry)
+        columns = _unfolded(x, w.own.shape[3:], geometry)
+        y = product(columns.flatten(1, 3), w.flat(), None)
+        return y.view(*columns.shape[:4], -1).permute(0, 1, 4, 2, 3)
+    own = kernels.convolution(x, w.own, geometry)
     if own is not None:
-        return _apply(_ConvolveFused, x, *w, geometry, own, asked, beside)
+        return _apply(_Weighted, x, *w, own, geometry, asked, late)
     return _apply(_Convolve, x, *w, geometry)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
 
 
 def linear_layers(
@@ -116,7 +125,7 @@ def linear_layers(
     weights: Sequence[Weights],
     biases: Sequence[Tensor | None],
     activation: Activation,
-    kernels: LinearKernels,
+    kernels: ModuleType,
     passed: Tensor | None,
     grids: Sequence[StackedGrid | None],
 ) -> tuple[list[Tensor], Tensor | None]:
@@ -135,45 +144,51 @@ def linear_layers(
     return [from_rows(y, x, image=False) for y in rows], handed_on
 
 
-def _unfolded(x: Tensor, w: Weights, g: Geometry) -> Tensor:
-    """A convolution of few inputs, such as a stem's, as a matrix product."""
+def _unfolded(x: Tensor, kernel: Sequence[int], g: Geometry) -> Tensor:
+    """What a convolution of few inputs, such as a stem's, is a matrix product with."""
     vertical, horizontal = g.padding
     padded = F.pad(x, (horizontal, horizontal, vertical, vertical))
-    windows = padded.unfold(3, w.own.shape[3], g.stride[0]).unfold(4, w.own.shape[4], g.stride[1])
+    windows = padded.unfold(3, kernel[0], g.stride[0]).unfold(4, kernel[1], g.stride[1])
     columns = windows.permute(0, 1, 3, 4, 2, 5, 6)  # (device, sample, h, w, channel, point, point)
-    y = _apply(_Multiply, columns.flatten(4).flatten(1, 3), *w.flat(), None)
-    return y.view(*columns.shape[:4], -1).permute(0, 1, 4, 2, 3)
+    return columns.flatten(4)
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)
-    return result
-
-
-class _Multiply(torch.autograd.Function):
-    """(device, row, in) · (device, out, in)ᵀ."""
+class _Weighted(torch.autograd.Function):
+    """Each device's weight on its own input, and the gradients of both."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, own: Tensor, w: Tensor, w_back: Tensor, beside: Beside | None
+        ctx: Any,
+        x: Tensor,
+        own: Tensor,
+        w: Tensor,
+        w_back: Tensor,
+        kernels: LayerKernels,
+        geometry: Geometry | None,
+        asked: Asked,
+        beside: Beside | None,
     ) -> Tensor:
+        x = _as_channels_last(x)
         ctx.save_for_backward(x, w_back)
+        ctx.kernels, ctx.geometry, ctx.asked = kernels, geometry, asked
         ctx.weight_dtype, ctx.beside = own.dtype, beside
-        return torch.bmm(x, w.to(x.dtype).transpose(1, 2))
+        return kernels.forward(x, w, geometry)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w_back = ctx.saved_tensors
+        g, geometry, asked = _as_channels_last(g), ctx.geometry, ctx.asked
+
+        def weight() -> Tensor:
+            found: Tensor = ctx.kernels.weight(g, x, w_back, geometry, asked.weight)
+            return found.to(ctx.weight_dtype)
+
         gx = gw = None
         if ctx.needs_input_grad[1]:
-            gw = _late(ctx.beside, lambda: _sum_of_products(g, x).to(ctx.weight_dtype), g, x)
+            gw = weight() if ctx.beside is None else ctx.beside.run(weight, g, x)
         if ctx.needs_input_grad[0]:
-            gx = torch.bmm(g, w_back.to(g.dtype))
-        return gx, gw, None, None, None
-
-
-def _late(beside: Beside | None, call: Callable[[], Tensor], *reads: Tensor) -> Tensor:
-    return call() if beside is None else beside.run(call, *reads)
+            gx = ctx.kernels.input(g, w_back, x, geometry, asked.value)
+        return gx, gw, *[None] * 6
 
 
 class _Linears(torch.autograd.Function):
@@ -184,7 +199,7 @@ class _Linears(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         passed: Tensor | None,
-        kernels: LinearKernels,
+        kernels: ModuleType,
         activation: Activation,
         grids: Sequence[StackedGrid | None],
         *tensors: Tensor,
@@ -235,6 +250,14 @@ def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:
     return parts.sum(1, dtype=torch.float32)
 
 
+# (device, row, in) · (device, out, in)ᵀ
+_PRODUCT = LayerKernels(
+    lambda x, w, _: torch.bmm(x, w.to(x.dtype).transpose(1, 2)),
+    lambda g, w, *_: torch.bmm(g, w.to(g.dtype)),
+    lambda g, x, *_: _sum_of_products(g, x),
+)
+
+
 class _Convolve(torch.autograd.Function):
     """Any convolution."""
 
@@ -269,7 +292,7 @@ class _Convolve(torch.autograd.Function):
             return found[0], found[1]
 
         if x.is_cuda:
-            grad = grad if _is_channels_last(grad) else _as_channels_last(grad)
+            grad = _as_channels_last(grad)
             parts = [
                 back(*each, g.groups) for each in zip(grad, x, _channels_last(w_back), strict=True)
             ]
@@ -283,50 +306,13 @@ class _Convolve(torch.autograd.Function):
         return gx, None if gw is None else gw.to(ctx.weight_dtype), None, None, None
 
 
-class _ConvolveFused(torch.autograd.Function):
-    """A convolution by kernels of our own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        own: Tensor,
-        w: Tensor,
-        w_back: Tensor,
-        geometry: Geometry,
-        kernels: Convolution,
-        asked: Asked,
-        beside: Beside | None,
-    ) -> Tensor:
-        x = _as_channels_last(x)
-        ctx.save_for_backward(x, w_back)
-        ctx.geometry, ctx.kernels, ctx.asked = geometry, kernels, asked
-        ctx.weight_dtype, ctx.beside = own.dtype, beside
-        return kernels.forward(x, w, geometry)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_back = ctx.saved_tensors
-        g, walk = _as_channels_last(g), ctx.geometry
-        gx = gw = None
-        if ctx.needs_input_grad[1]:
-            weight = partial(ctx.kernels.weight, g, x, w_back, walk, ctx.asked.weight)
-            gw = _late(ctx.beside, lambda: weight().to(ctx.weight_dtype), g, x)
-        if ctx.needs_input_grad[0]:
-            gx = ctx.kernels.input(g, w_back, x, walk, ctx.asked.value)
-        return gx, gw, None, None, None, None, None, None
-
-
 def _channels_last(w: Tensor) -> list[Tensor]:
     return [own.contiguous(memory_format=torch.channels_last) for own in w]
 
 
-def _is_channels_last(x: Tensor) -> bool:
-    return x.permute(0, 1, 3, 4, 2).is_contiguous()
-
-
 def _as_channels_last(x: Tensor) -> Tensor:
-    return x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+    """Images of many devices, as fast convolutions want them; rows stay as they are."""
+    return x if x.ndim == 3 else x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
 
 
 def _stack_images(each: list[Tensor]) -> Tensor:

@@ -1,4 +1,9 @@
-"""What the instructions of a stacked chain need while they run."""
+"""What the instructions of a stacked chain need while they run, and how they finish a value.
+
+What follows a layer are norm, addition, activation and rounding. A device that trains the layer
+normalises with its batch; one that has it frozen uses what was folded; both are the same two
+numbers per channel, so one computation serves all. A value that no layer made is at most rounded.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,18 @@ import torch
 from torch import Tensor
 
 from cocofl.freeze.scheme import GRADIENT, OUTPUT, scale_key
-from cocofl.vector.kernels.base import Asked, Norm
+from cocofl.numerics import StackedGrid, snap
+from cocofl.vector.kernels.base import (
+    NO_ACTIVATION,
+    Activation,
+    Asked,
+    Kept,
+    Norm,
+    from_rows,
+    row_count,
+    rows_of,
+)
 from cocofl.vector.kernels.choice import KernelSet
-from cocofl.vector.kernels.rows import row_count
-from cocofl.vector.program.finishing import Finish, finished
 from cocofl.vector.program.row_layout import Segment
 from cocofl.vector.program.stacked_layers import Beside, Weights
 from cocofl.vector.rounding.points import CONVERSION, RoundingPoint
@@ -45,6 +58,92 @@ class NormSpec:
     momentum: float | None
     tracked: int
     """Mini-batches seen before; counts where ``momentum`` is None."""
+
+
+@dataclass(frozen=True, eq=False)
+class Finish:
+    """What follows a layer, or happens to another value."""
+
+    kernels: KernelSet
+    rows: Tensor
+    """How many rows of each device count."""
+    asked: Tensor
+    """Which devices need a gradient here."""
+    output: ActivePoint
+    gradient: ActivePoint
+    activation: Activation = NO_ACTIVATION
+    norm: Norm | None = None
+    is_begun: bool = False
+    """Whether the layer's own kernel has activated already."""
+
+
+def finished(
+    y: Tensor,
+    finish: Finish,
+    addend: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    image: bool = True,
+) -> Tensor:
+    """``y`` (device, sample, …) normalised or shifted, added to, activated and rounded."""
+    norm = finish.norm
+    learned = (None, None) if norm is None else (norm.weight, norm.bias)
+    added = None if addend is None else rows_of(addend, image=image)
+    rows: Tensor = _Finish.apply(  # type: ignore[no-untyped-call]
+        rows_of(y, image=image), added, offset, *learned, finish
+    )
+    return from_rows(rows, y, image=image)
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        addend: Tensor | None,
+        offset: Tensor | None,
+        _weight: Tensor | None,
+        _bias: Tensor | None,
+        finish: Finish,
+    ) -> Tensor:
+        run, act = finish.kernels.rows(y), finish.activation
+        point, norm = finish.output, finish.norm
+        c = None if norm is None else run.coefficients(y, finish.rows, norm)
+        factor, shift = (None, offset) if c is None else (c.factor, c.offset)
+        grid = point.known
+        now = None if point.must_measure else grid
+        still = NO_ACTIVATION if finish.is_begun else act
+        z: Tensor = run.finish(y, factor, shift, addend, still, now)
+        if point.must_measure:
+            grid = point.measure(run.largest(z, finish.rows))
+            if grid is not None:
+                z = run.finish(z, None, None, None, NO_ACTIVATION, grid)
+        capped, shares = act._replace(cap=_cap(act, grid, y)), addend is not None
+        ctx.run, ctx.point = run, finish.gradient
+        ctx.kept = Kept(None, None, capped, grid, finish.rows, c, norm, finish.asked, shares)
+        # What the activation let pass follows from y again, unless something was added.
+        keep_z = act.present and (norm is None or shares)
+        ctx.save_for_backward(y if norm is not None else None, z if keep_z else None)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        y, z = ctx.saved_tensors
+        point, run, rows, needed = ctx.point, ctx.run, ctx.kept.rows, ctx.needs_input_grad
+        g = g.contiguous()
+        grid = point.measure(run.largest(g, rows)) if point.must_measure else point.known
+        gy, addend, weight, bias = run.back(g, grid, ctx.kept._replace(y=y, z=z))
+        offset = run.total(gy, rows) if needed[2] else None
+        gradients = gy, addend, offset, weight, bias, None
+        return tuple(g if own else None for g, own in zip(gradients, needed, strict=True))
+
+
+def _cap(act: Activation, grid: StackedGrid | None, like: Tensor) -> Tensor | None:
+    """What the activation's upper bound is for each device, once rounded."""
+    if act.upper is None:
+        return None
+    bound = torch.full((len(like), 1), act.upper, device=like.device)
+    return (bound if grid is None else snap(bound, grid)).flatten()
 
 
 @dataclass(eq=False)
@@ -106,9 +205,10 @@ class StepContext:
 
     def point(self, kind: str, value: str, block: int) -> ActivePoint:
         """The point at a value."""
-        point = RoundingPoint(kind, value)
-        note = self._note(kind, value, block)
-        return ActivePoint(self.kernels, point, self.table, point in self.on_the_fly, note)
+        point, known, flags = RoundingPoint(kind, value), None, None
+        if self.table is not None and (known := self.table.known(point)) is not None:
+            flags = self.table.flags(point) if point in self.on_the_fly else None
+        return ActivePoint(self.kernels, known, flags, self._note(kind, value, block))
 
     def _note(self, kind: str, value: str, block: int) -> Note | None:
         place = self.places.get(scale_key(value, kind))
@@ -149,8 +249,9 @@ class StepContext:
             return x
         key = f"{value} as codes"
         if key not in env:
-            finish = self.finish(value, x, block)
-            env[key] = finished(x, replace(finish, output=point, gradient=point.idle()))
+            idle = ActivePoint(self.kernels)
+            finish = replace(self.finish(value, x, block), output=point, gradient=idle)
+            env[key] = finished(x, finish)
         coded: Tensor = env[key]
         return coded
 

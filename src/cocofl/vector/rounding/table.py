@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +20,6 @@ from cocofl.vector.rounding.points import RoundingPoint, RoundingPoints
 
 # Rounds after which the scales that are known count as settled.
 _SETTLED = 3
-
-
-class DeviceRounding(NamedTuple):
-    """For each point (and device): whether it rounds, on the fly or not, which scales it takes."""
-
-    active: NDArray[np.bool_]
-    on_the_fly: NDArray[np.bool_]
-    unsigned: NDArray[np.bool_]
-    members: NDArray[np.int64]
-    """Places of scales, padded with one place after the last."""
 
 
 class RoundingTable:
@@ -53,8 +43,14 @@ class RoundingTable:
         self._on_the_fly = torch.zeros(shape, dtype=torch.bool, device=on)
         self._unsigned = torch.zeros(shape, dtype=torch.bool, device=on)
 
-    def _rounding_of(self, blocks: Blocks | None, known: frozenset[str]) -> DeviceRounding:
-        """What one device rounds: nothing where no blocks are given."""
+    def _rounding_of(
+        self, blocks: Blocks | None, known: frozenset[str]
+    ) -> tuple[NDArray[Any], ...]:
+        """What one device rounds: nothing where no blocks are given.
+
+        By point whether it rounds, on the fly, to an unsigned grid; and the places of the scales
+        that it takes, padded with one place after the last.
+        """
         points = {} if blocks is None else self._of_chain.used_by(blocks, known)
         place, shape = self._of_chain.sites.place, len(self._index)
         active, fly, unsigned = (np.zeros(shape, bool) for _ in range(3))
@@ -63,7 +59,7 @@ class RoundingTable:
             if (rounding := points.get(point)) is not None:
                 active[i], unsigned[i], fly[i] = True, rounding.unsigned, not rounding.keys
                 members[i, : len(rounding.keys)] = [place[key] for key in rounding.keys]
-        return DeviceRounding(active, fly, unsigned, members)
+        return active, fly, unsigned, members
 
     def fill(self, devices: Sequence[tuple[Blocks | None, frozenset[str]]], scales: Tensor) -> None:
         """Set every grid from the devices' scales."""
@@ -95,41 +91,35 @@ Note = Callable[[Tensor], None]
 
 @dataclass(frozen=True)
 class ActivePoint:
-    """A point in one step: its table, whether someone scales on the fly, whom to tell the scale."""
+    """A point in one step; by default nothing happens there."""
 
     kernels: KernelSet
-    point: RoundingPoint
-    table: RoundingTable | None
-    on_the_fly: bool
-    note: Note | None
+    known: StackedGrid | None = None
+    """The grids, as far as they do not depend on the tensor."""
+    flags: tuple[Tensor, Tensor] | None = None
+    """Where someone scales on the fly: on which devices, and who has an unsigned grid."""
+    note: Note | None = None
+    """Who is told the tensor's own scale."""
 
     @property
     def must_measure(self) -> bool:
         """Whether the tensor's own scale is needed."""
-        return self.on_the_fly or self.note is not None
+        return self.flags is not None or self.note is not None
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing happens here."""
-        return self.note is None and self.known() is None
-
-    def idle(self) -> ActivePoint:
-        """The same place, where nothing is left to do."""
-        return ActivePoint(self.kernels, self.point, None, on_the_fly=False, note=None)
-
-    def known(self) -> StackedGrid | None:
-        """The grids, as far as they do not depend on the tensor."""
-        return None if self.table is None else self.table.known(self.point)
+        return self.note is None and self.known is None
 
     def measure(self, scale: Tensor) -> StackedGrid | None:
         """The grids, given the tensor's own scale on each device."""
         if self.note is not None:
             self.note(scale)
-        known = self.known()
-        if not self.on_the_fly or self.table is None or known is None:
-            return known
-        run = self.kernels.rows(scale)
-        return run.measured_grid(scale, *self.table.flags(self.point), known)
+        if self.flags is None or self.known is None:
+            return self.known
+        measured_grid = self.kernels.rows(scale).measured_grid
+        found: StackedGrid = measured_grid(scale, *self.flags, self.known)
+        return found
 
 
 class CohortRounding:

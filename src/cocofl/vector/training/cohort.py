@@ -28,12 +28,11 @@ from cocofl.vector.program.stacked_layers import Beside
 from cocofl.vector.program.step_context import Roles, StepContext
 from cocofl.vector.rounding.points import RoundingPoint
 from cocofl.vector.rounding.table import CohortRounding
-from cocofl.vector.training.cuda_graphs import Graphs
+from cocofl.vector.training.execution import Graphs, Precision
 from cocofl.vector.training.frozen_weights import FrozenWeights
 from cocofl.vector.training.levels import WHOLE, Levels
 from cocofl.vector.training.losses import StackedLoss, cross_entropy, distance, of_classes
 from cocofl.vector.training.optimizer import Optimizer, Sgd
-from cocofl.vector.training.precision import Precision
 from cocofl.vector.training.rules import RuleMemory, RuleRows
 
 Source = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
@@ -100,7 +99,7 @@ class Cohort:
         self.devices, self.batch = devices, batch
         self._optimizer = Sgd() if optimizer is None else optimizer
         self._loss, self._source = loss, source
-        self._precision = Precision.named(precision)
+        self._precision = Precision(precision)
         network = Network.of(chain)
         self.program = Program(network, self.on) if program is None else program
         layout, held = self.program.layout, network.chain.state_dict()
@@ -113,11 +112,8 @@ class Cohort:
         self.statistics = zeros(layout.statistics.size)
         self._remembered = self._optimizer.memory(self.parameters)
         self._rules = RuleRows(self.parameters)
-        self._leaves = {
-            segment: segment.of(self.parameters).detach().requires_grad_()
-            for segment in layout.parameters.all()
-        }
-        self._tracked = {one: one.of(self.statistics) for one in layout.statistics.all()}
+        self._leaves = layout.parameters.leaves(self.parameters)
+        self._tracked = layout.statistics.views(self.statistics)
         self.levels: Levels | None = None
         self._block_of = layout.parameters.blocks().to(self.on)
         self._frozen = FrozenWeights(self.program, devices, self.on)
@@ -309,7 +305,8 @@ class Cohort:
         self.measured.fill_(torch.nan)
         self.losses.zero_()
         self._steps_done.zero_()
-        self._optimizer.begin(self._remembered)
+        for tensor in self._remembered:
+            tensor.zero_()
         self._lr.copy_(torch.tensor([work.lr for work in works], dtype=self._lr.dtype))
         with_batch = self._set_roles(works)
         self._learns.copy_(self._roles.trained.t()[:, self._block_of])

@@ -21,7 +21,7 @@ from cocofl.vector.program.program import Program
 from cocofl.vector.program.row_layout import Rows, Segment
 from cocofl.vector.program.stacked_layers import Weights
 from cocofl.vector.program.step_context import NormSpec, Roles
-from cocofl.vector.training.cuda_graphs import Graphs
+from cocofl.vector.training.execution import Graphs
 
 
 class FrozenWeights:

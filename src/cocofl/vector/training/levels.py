@@ -59,15 +59,10 @@ class Levels:
         """Of each device at each level: a norm sees other numbers at another width."""
         self._steps_done = like.new_zeros(devices, capacity)
         self._of_held = like.new_zeros(devices, layout.statistics.size)
-        self._tracked_of_held = {
-            segment: segment.of(self._of_held) for segment in layout.statistics.all()
-        }
+        self._tracked_of_held = layout.statistics.views(self._of_held)
         self.parameters = torch.zeros_like(like)
         """Of each device at its level in this step."""
-        self._leaves = {
-            segment: segment.of(self.parameters).detach().requires_grad_()
-            for segment in layout.parameters.all()
-        }
+        self._leaves = layout.parameters.leaves(self.parameters)
 
     @property
     def is_full(self) -> bool:

@@ -34,12 +34,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def memory(self, parameters: Tensor) -> tuple[Tensor, ...]:
-        """Room for what it remembers."""
-
-    def begin(self, memory: tuple[Tensor, ...]) -> None:
-        """Forget everything: a round begins."""
-        for tensor in memory:
-            tensor.zero_()
+        """Room for what it remembers, which is zero when a round begins."""
 
     def step(
         self,
@@ -55,8 +50,8 @@ class Optimizer(ABC):
 
         A device without ``valid`` samples rests.
         """
-        if self._is_plain and (descend := kernels.rows(parameters).sgd) is not None:
-            descend(parameters, gradients, learns, valid, lr, self.weight_decay)
+        if self._is_plain and (own := kernels.own("rows", parameters)) is not None:
+            own.sgd(parameters, gradients, learns, valid, lr, self.weight_decay)
             return
         learns = learns & (valid > 0)[:, None]
         if self.clip is not None:
@@ -169,7 +164,6 @@ class _OneDevice(torch.optim.Optimizer):
         learns = torch.cat([m.flatten() for m in moves])[None]
         if self._memory is None:
             self._memory = self._rule.memory(row)
-            self._rule.begin(self._memory)
         one = torch.ones(1, device=row.device)
         self._rule.step(row, gradients, self._memory, one.to(row) * group["lr"], learns, one)
         for p, own in zip(parameters, row[0].split([p.numel() for p in parameters]), strict=True):

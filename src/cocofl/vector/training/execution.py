@@ -1,0 +1,84 @@
+"""How steps run: as exactly as asked, and on a GPU captured as CUDA graphs.
+
+A captured step is launched as a whole, at the cost of one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocofl.errors import InvalidSetting
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+"""How exactly to multiply; of ``tf32`` 19 bits go into a product."""
+_WARM_UPS = 1
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A precision by name. Parameters, statistics and sums are float32 in any case."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in PRECISIONS:
+            raise InvalidSetting(
+                f"unknown precision {self.name!r}; expected one of {', '.join(PRECISIONS)}"
+            )
+
+    def cast(self, x: Tensor) -> Tensor:
+        """Inputs in the type in which activations are kept."""
+        narrow = self.name == "bf16" and x.dtype == torch.float32
+        return x.to(torch.bfloat16) if narrow else x
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Set PyTorch's own switches, and set them back."""
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
+        torch.backends.cudnn.allow_tf32 = self.name != "fp32"
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.cudnn.allow_tf32 = before[1]
+
+
+class Graphs:
+    """Runs steps, and captures each kind of step the second time it is asked for."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._seen: dict[Hashable, int] = {}
+        self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+
+    def forget(self) -> None:
+        """Capture anew: something that steps read has moved."""
+        self._seen.clear()
+        self._captured.clear()
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Take one step; all it reads and writes must stay where it is."""
+        if not self._enabled:
+            step()
+        elif key in self._captured:
+            self._captured[key].replay()
+        elif self._seen.get(key, 0) < _WARM_UPS:
+            # Warms up kernels and libraries; a kind of step that never comes again costs no more.
+            self._seen[key] = self._seen.get(key, 0) + 1
+            step()
+        else:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=self._pool):
+                step()
+            self._pool = graph.pool()
+            self._captured[key] = graph
+            graph.replay()
