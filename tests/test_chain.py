@@ -267,7 +267,7 @@ def test_cuts_come_after_the_named_modules_and_operations() -> None:
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        (["1.cnov"], "no module or operation '1.cnov' is called; the nearest names are 1.conv"),
+        (["1.cnov"], r"no module or operation '1.cnov' is called \(did you mean 1.conv\?\)"),
         (["2.conv"], "cannot cut after '2.conv': 2 tensors are alive there, relu, _2_conv"),
         (["6"], "cannot cut after '6': nothing comes after it"),
         (["3", "4"], "the block after '3' has no parameters, so it cannot be trained"),

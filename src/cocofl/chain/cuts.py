@@ -6,7 +6,6 @@ values through which no gradient flows (sizes, masks) may cross.
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from cocofl.chain.trace import BY_HAND, Call, Trace, is_container, left_as_it_was
 from cocofl.errors import CannotSplit, InvalidExample
+from cocofl.named import nearest
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.PReLU)
 # Functions that apply a parameter as part of a norm, activation or offset, not as a layer.
@@ -100,11 +100,8 @@ def named_cuts(layout: Layout, names: Sequence[str]) -> list[int]:
     cuts = {}
     for name in names:
         if name not in ends:
-            near = difflib.get_close_matches(name, ends, n=3, cutoff=0.3)
-            raise CannotSplit(
-                f"cuts: no module or operation {name!r} is called"
-                + (f"; the nearest names are {', '.join(near)}" if near else "")
-            )
+            hint = nearest(name, ends)
+            raise CannotSplit(f"cuts: no module or operation {name!r} is called{hint}")
         if ends[name] not in layout.possible:
             raise CannotSplit(f"cannot cut after {name!r}: {_why_not(layout, ends[name])}")
         cuts[ends[name]] = name
