@@ -159,8 +159,8 @@ class StepContext:
     weights: Mapping[str, Weights]
     """Of each layer, by the value it makes."""
     statistics: Mapping[Segment, Tensor]
-    frozen_factors: Mapping[str, Tensor]
-    frozen_offsets: Mapping[str, Tensor]
+    frozen_norms: Mapping[str, tuple[Tensor, Tensor]]
+    """What was folded of each: a factor and an offset."""
     steps_done: Tensor
     table: RoundingTable | None
     on_the_fly: frozenset[RoundingPoint]
@@ -262,6 +262,7 @@ class StepContext:
             before = 0 if self.averages else spec.tracked
             momentum = (1.0 / (self.steps_done + before + 1))[:, None]
         with_batch = self.roles.with_batch[block]
+        factor, offset = self.frozen_norms[name]
         return Norm(
             weight=self.leaf(spec.weight),
             bias=self.leaf(spec.bias),
@@ -272,6 +273,6 @@ class StepContext:
             eps=spec.eps,
             with_batch=torch.ones_like(with_batch) if spec.mean is None else with_batch,
             tracks=self.tracking[block],
-            frozen_factor=self.frozen_factors[name],
-            frozen_offset=self.frozen_offsets[name],
+            frozen_factor=factor,
+            frozen_offset=offset,
         )

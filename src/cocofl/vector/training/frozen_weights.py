@@ -35,8 +35,8 @@ class FrozenWeights:
         self._weighted: list[tuple[Layer, Segment]] = []
         # A weight that several layers share is folded differently for each.
         self._shared: dict[str, tuple[Tensor, Tensor]] = {}
-        self.factors: dict[str, Tensor] = {}
-        self.offsets: dict[str, Tensor] = {}
+        self.norms: dict[str, tuple[Tensor, Tensor]] = {}
+        """What layers multiply with and add, by the value they make."""
         seen: set[Segment] = set()
         for layer in program.layers:
             if isinstance(layer, Layer) and layer.weight is not None:
@@ -48,8 +48,7 @@ class FrozenWeights:
             if layer.norm is not None:
                 known = layer.norm.mean or layer.norm.weight
                 channels = 1 if known is None else known.shape[0]
-                self.factors[layer.name] = zeros(channels).fill_(1.0)
-                self.offsets[layer.name] = zeros(channels)
+                self.norms[layer.name] = zeros(channels).fill_(1.0), zeros(channels)
         size = program.layout.parameters.size
         self._forward, self._backward = zeros(size), zeros(size)
         self._states: dict[int, Rows] = {}  # where captured folding finds them
@@ -82,12 +81,10 @@ class FrozenWeights:
                     weight.of(row).copy_(made)
         self._forward.copy_(forward[index])
         self._backward.copy_(backward[index])
-        for name in self.factors:
-            _, factor, offset = folded[name]
-            if factor is not None:
-                self.factors[name].copy_(factor[index])
-            if offset is not None:
-                self.offsets[name].copy_(offset[index])
+        for name, norm in self.norms.items():
+            for own, now in zip(norm, folded[name][1:], strict=True):
+                if now is not None:
+                    own.copy_(now[index])
 
     def weights(
         self,
