@@ -9,8 +9,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,13 +116,9 @@ def fastest(linear_map: LinearMap) -> str:
 
 
 def _seconds(run: Prepared, x: Codes, out: Grid) -> float:
-    _synchronize(x.values.device)
+    wait: Callable[[], Any] = torch.cuda.synchronize if x.values.is_cuda else lambda: None
+    wait()
     begin = time.perf_counter()
     run(x, out, None)
-    _synchronize(x.values.device)
+    wait()
     return time.perf_counter() - begin
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -83,12 +83,9 @@ class Convolution(LinearLayer):
     def geometry(self, layer: nn.Conv2d) -> Geometry:
         """As the layer has it."""
         assert not isinstance(layer.padding, str)
-        return Geometry(
-            (layer.stride[0], layer.stride[1]),
-            (layer.padding[0], layer.padding[1]),
-            (layer.dilation[0], layer.dilation[1]),
-            layer.groups,
-        )
+        pairs = (layer.stride, layer.padding, layer.dilation)
+        stride, padding, dilation = ((vertical, horizontal) for vertical, horizontal in pairs)
+        return Geometry(stride, padding, dilation, layer.groups)
 
     def describe(self, layer: nn.Conv2d) -> str:
         """Its kernel and channels."""

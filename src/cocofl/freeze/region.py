@@ -166,12 +166,12 @@ def _compiled(
     if op is None:
         return ToCodes(step, grid_of)
     if isinstance(op, CatOp):
-        return CatStep(step, grid_of, op.dim)
+        return CatStep(step, grid_of)
     if isinstance(op, ActOp):
-        return ActStep(step, grid_of, op.activation)
+        return ActStep(step, grid_of)
     assert block is not None
     if isinstance(op, NodeOp):
-        return NodeStep(step, grid_of, op, block)
+        return NodeStep(step, grid_of, block)
 
     kernels: dict[str, None] = {}
 
@@ -192,7 +192,7 @@ def _compiled(
         backward = _reshaping(op, gradient)
         input_shape = shapes[op.x][1:] if op.geometry else None
     names, forward = " / ".join(kernels), _reshaping(op, run)
-    return MapStep(step, grid_of, op.activation, forward, backward, input_shape, names)
+    return MapStep(step, grid_of, forward, backward, input_shape, names)
 
 
 def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -18,7 +18,7 @@ from cocofl.chain.trace import is_layer
 from cocofl.errors import InvalidExample
 from cocofl.freeze.kernels import Prepared
 from cocofl.freeze.layout import channels_last
-from cocofl.freeze.operations import Activation, NodeOp, node_function
+from cocofl.freeze.operations import Activation, node_function
 from cocofl.freeze.scheme import Rounding, SchemeStep
 from cocofl.freeze.traced_blocks import copy_block
 from cocofl.numerics import (
@@ -71,6 +71,7 @@ class Step(ABC):
 
     def __init__(self, planned: SchemeStep, grid_of: GridOf) -> None:
         self.name, self.inputs = planned.name, planned.inputs
+        self._op: Any = planned.op
         self.kernel = "codes" if planned.in_codes else "float32"
         self._grid = grid_of(planned.output)
         self._unsigned = planned.output is not None and planned.output.unsigned
@@ -103,7 +104,6 @@ class MapStep(Step):
         self,
         planned: SchemeStep,
         grid_of: GridOf,
-        activation: Activation | None,
         run: Prepared,
         backward: Prepared | None,
         input_shape: tuple[int, ...] | None,
@@ -112,7 +112,8 @@ class MapStep(Step):
         """``input_shape`` is that of a sample, for which a convolution's gradient was prepared."""
         super().__init__(planned, grid_of)
         self.kernel, self._input_shape = kernel, input_shape
-        self._activation, self._run, self._gradient = activation, run, backward
+        self._run, self._gradient = run, backward
+        self._activation: Activation | None = self._op.activation
         self._in_codes, self._completes = planned.in_codes, planned.completes_gradient
         self._gradient_grid = grid_of(planned.gradient)
         self._input_gradient_grid = grid_of(planned.input_gradient)
@@ -193,10 +194,6 @@ def _masked(gradient: Codes, mask: Tensor) -> Codes:
 class ActStep(Step):
     """A ReLU on its own."""
 
-    def __init__(self, planned: SchemeStep, grid_of: GridOf, activation: Activation) -> None:
-        super().__init__(planned, grid_of)
-        self._activation = activation
-
     def forward(self, env: Environment, *, keep: bool) -> tuple[Gradient, Any]:
         """Codes stay on their grid. Keeps the mask."""
         x: Gradient = env[self.inputs[0]]
@@ -204,8 +201,8 @@ class ActStep(Step):
             y: Gradient = Codes(x.values.clamp_min(x.grid.zero_point), x.grid)
         else:
             y = x.relu()
-        y = _capped(y, self._activation)
-        return y, _passed(y, self._activation) if keep else None
+        y = _capped(y, self._op.activation)
+        return y, _passed(y, self._op.activation) if keep else None
 
     def backward(self, kept: Tensor, gradient: Gradient, sink: Sink) -> None:
         """Where the value was cut off, so is the gradient."""
@@ -216,24 +213,21 @@ class ActStep(Step):
 class CatStep(Step):
     """A concatenation: copies codes where the parts share a grid."""
 
-    def __init__(self, planned: SchemeStep, grid_of: GridOf, dim: int) -> None:
-        super().__init__(planned, grid_of)
-        self._dim = dim
-
     def forward(self, env: Environment, *, keep: bool) -> tuple[Codes, Any]:  # noqa: ARG002
         """Parts on different grids meet in float32. Keeps the sizes of the parts."""
         parts: list[Codes] = [env[name] for name in self.inputs]
-        sizes = [part.values.shape[self._dim] for part in parts]
+        dim = self._op.dim
+        sizes = [part.values.shape[dim] for part in parts]
         if len({part.grid for part in parts}) == 1:
-            whole = torch.cat([part.values for part in parts], self._dim)
+            whole = torch.cat([part.values for part in parts], dim)
             return Codes(whole, parts[0].grid), sizes
-        whole = torch.cat([part.dequantize() for part in parts], self._dim)
+        whole = torch.cat([part.dequantize() for part in parts], dim)
         return _to_codes(whole, self._grid, unsigned=self._unsigned), sizes
 
     def backward(self, kept: list[int], gradient: Gradient, sink: Sink) -> None:
         """Each part gets its slice."""
-        values = gradient.values if isinstance(gradient, Codes) else gradient
-        for name, part in zip(self.inputs, values.split_with_sizes(kept, self._dim), strict=True):
+        parts = _raw(gradient).split_with_sizes(kept, self._op.dim)
+        for name, part in zip(self.inputs, parts, strict=True):
             own = channels_last(part)
             sink.put(name, Codes(own, gradient.grid) if isinstance(gradient, Codes) else own)
 
@@ -251,9 +245,9 @@ class NodeStep(Step):
     Its backward pass is autograd's own, over this one node.
     """
 
-    def __init__(self, planned: SchemeStep, grid_of: GridOf, op: NodeOp, block: nn.Module) -> None:
+    def __init__(self, planned: SchemeStep, grid_of: GridOf, block: nn.Module) -> None:
         super().__init__(planned, grid_of)
-        self._op, self._functions = op, {node: _function(node, block) for node in op.nodes}
+        self._functions = {node: _function(node, block) for node in self._op.nodes}
 
     def forward(self, env: Environment, *, keep: bool) -> tuple[Any, Any]:
         """On codes for a layout, else on floats. Keeps autograd's graph, if a gradient can pass."""
@@ -314,20 +308,14 @@ def _function(node: fx.Node, block: nn.Module) -> Callable[..., Any]:
     function = node_function(node, block)
     if isinstance(function, nn.Module):
         module = copy_block(function, {}).eval().requires_grad_(False)
-        return module if is_layer(module) else _on_contiguous(module)
+
+        def on_contiguous(*args: Any, **kwargs: Any) -> Any:
+            """A module of unknown make may count on tensors being channels first."""
+            args, kwargs = pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
+            return module(*args, **kwargs)
+
+        return module if is_layer(module) else on_contiguous
     if node.op == "get_attr" and isinstance(value := function(), Tensor):
         constant = value.detach().clone()
         return lambda: constant
     return function
-
-
-def _on_contiguous(module: nn.Module) -> Callable[..., Any]:
-    """A module of unknown make, which may count on tensors being channels first."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        def plain(x: Any) -> Any:
-            return x.contiguous() if isinstance(x, Tensor) else x
-
-        return module(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
-
-    return call

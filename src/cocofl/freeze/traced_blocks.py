@@ -152,18 +152,13 @@ def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
 
 
 def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> SeenBlock:
-    graph = copy.deepcopy(traced.graph)
-    watch = Watch(traced, graph)
-    own = [_copied(x) for x in arguments]
-    result = watch.run(*own)
-    if any(node in watch.bundles for node in graph.output_node().all_input_nodes):
-        _return_single_values(graph, watch.bundles)
-        watch = Watch(traced, graph)
-        own = [_copied(x) for x in arguments]
+    graph, fast = copy.deepcopy(traced.graph), _runs_channels_last(traced, arguments)
+    while True:
+        watch, own = Watch(traced, graph), [_copied(x) for x in arguments]
         result = watch.run(*own)
-    return SeenBlock(
-        traced, graph, watch, own, result, whole, _runs_channels_last(traced, arguments)
-    )
+        if not any(node in watch.bundles for node in graph.output_node().all_input_nodes):
+            return SeenBlock(traced, graph, watch, own, result, whole, fast)
+        _return_single_values(graph, watch.bundles)
 
 
 def _copied(x: Any) -> Any:

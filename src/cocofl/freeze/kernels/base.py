@@ -90,6 +90,17 @@ def bits_with(*instructions: str) -> int:
     return 8 if not is_x86() or any(features.get(name) for name in instructions) else 7
 
 
+def finished(
+    y: Tensor, addend: Codes | Tensor | None, out: Grid | None, *, relu: bool
+) -> Codes | Tensor:
+    """What follows a product in float32, which is overwritten."""
+    if addend is not None:
+        y += as_float(addend)
+    if relu:
+        y.relu_()
+    return y if out is None else quantize(y, out)
+
+
 def _prepare(linear_map: LinearMap, dtype: torch.dtype) -> Prepared:
     weight, geometry = linear_map.weight, linear_map.geometry
     bias = None if linear_map.bias is None else linear_map.bias.to(dtype)
@@ -101,12 +112,7 @@ def _prepare(linear_map: LinearMap, dtype: torch.dtype) -> Prepared:
         else:
             g = geometry
             y = F.conv2d(values, w, bias, g.stride, g.padding, g.dilation, g.groups)
-        y = y.float()
-        if addend is not None:
-            y += as_float(addend)
-        if linear_map.relu:
-            y.relu_()
-        return y if out is None else quantize(y, out)
+        return finished(y.float(), addend, out, relu=linear_map.relu)
 
     return run
 

@@ -16,8 +16,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cocofl.freeze.kernels.base import REFERENCE, Kernel, LinearMap, Prepared, bits_with, is_x86
-from cocofl.numerics import LARGEST_CODE, Codes, Grid, as_float, quantize
+from cocofl.freeze.kernels.base import (
+    REFERENCE,
+    Kernel,
+    LinearMap,
+    Prepared,
+    bits_with,
+    finished,
+    is_x86,
+)
+from cocofl.numerics import LARGEST_CODE, Codes, Grid
 
 _SEVEN_BITS = 63  # the largest code of a 7-bit weight
 
@@ -64,8 +72,7 @@ def _prepare(linear_map: LinearMap, engine: str) -> Prepared:
             return Codes(y.int_repr(), out)
         wide = _before_adding(out, addend)
         part = Codes(plain(boxed, packed, wide.scale, wide.zero_point).int_repr(), wide)
-        total = part.dequantize() + as_float(addend)
-        return quantize(total.relu_() if relu else total, out)
+        return finished(part.dequantize(), addend, out, relu=relu)
 
     return run
 

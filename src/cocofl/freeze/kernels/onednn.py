@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cocofl.freeze.kernels.base import Geometry, Kernel, LinearMap, Prepared, bits_with
-from cocofl.numerics import Codes, Grid, as_float, quantize
+from cocofl.freeze.kernels.base import Geometry, Kernel, LinearMap, Prepared, bits_with, finished
+from cocofl.numerics import Codes, Grid, as_float
 
 _FLOAT_GRID = Grid(1.0, 0)  # what oneDNN wants to hear when its output is float32
 
@@ -85,21 +85,16 @@ def _prepare_linear(linear_map: LinearMap) -> Prepared:
     relu = linear_map.relu
     operator = torch.ops.onednn.qlinear_pointwise.default
 
-    def multiply(x: Codes, grid: Grid, dtype: torch.dtype, after: str) -> Tensor:
+    def run(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
+        alone = addend is None  # it cannot add
+        grid, dtype = (out, torch.uint8) if out and alone else (_FLOAT_GRID, torch.float32)
         # The operator reads its input as if it were contiguous, whatever the strides say.
         head = (x.values.contiguous(), x.grid.scale, zero_point, packed, scale, no_offsets, bias)
-        result: Tensor = operator(*head, grid.scale, grid.zero_point, dtype, after, [], "")
-        return result
-
-    def run(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
-        if addend is None:
-            after = "relu" if relu else "none"
-            if out is None:
-                return multiply(x, _FLOAT_GRID, torch.float32, after)
-            return Codes(multiply(x, out, torch.uint8, after), out)
-        y = multiply(x, _FLOAT_GRID, torch.float32, "none").add_(as_float(addend))
-        y = y.relu_() if relu else y
-        return y if out is None else quantize(y, out)
+        after = "relu" if alone and relu else "none"
+        y = operator(*head, grid.scale, grid.zero_point, dtype, after, [], "")
+        if not alone:
+            return finished(y, addend, out, relu=relu)
+        return y if out is None else Codes(y, out)
 
     return run
 
