@@ -83,7 +83,7 @@ def data_show(
     Example: cocofl data show digits --split rc --alpha 0.1 --devices 30
     """
     # Drawing takes longer to import than everything else here.
-    from cocofl.report.bubbles import save_bubble_chart  # noqa: PLC0415
+    from cocofl.report.drawing import save_bubble_chart  # noqa: PLC0415
 
     path = out or Path(f"{name.replace(':', '.')}-{split}.png")
     check_writable(path, "--out")

@@ -97,7 +97,7 @@ def profile(
 def _draw(plot: Path, table: ProfileTable, more: Sequence[str], kind: str) -> None:
     """Figures of a table and others, without those that ship and are of the same kind."""
     # Drawing takes longer to import than everything else here.
-    from cocofl.report.profiles import save_profile_figures  # noqa: PLC0415
+    from cocofl.report.drawing import save_profile_figures  # noqa: PLC0415
 
     same = [name for name in more if name.startswith("measured:") and name.endswith(f"/{kind}")]
     tables = [table, *(ProfileTable.load(name) for name in more if name not in same)]

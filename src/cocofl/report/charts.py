@@ -87,8 +87,8 @@ def curve_chart(
     if group is None:
         figure.update_yaxes(title=escape(metric.heading), rangemode="tozero")
     else:
-        of_group = f"{metric.name} of {group}{' / %' if metric.is_share else ''}"
-        figure.update_yaxes(title=escape(of_group), **_whole_scale(metric, 100))
+        title = f"{metric.name} of {group}{metric.unit}"
+        figure.update_yaxes(title=escape(title), **_whole_scale(metric, 100))
     return figure
 
 

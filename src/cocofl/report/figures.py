@@ -10,14 +10,20 @@ from matplotlib.figure import Figure
 
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
-from cocofl.report.bubbles import bubble_chart
-from cocofl.report.drawing import bare, new_figure, plain, save
+from cocofl.report.drawing import (
+    bare,
+    bubble_chart,
+    groups_figure,
+    legend_below,
+    new_figure,
+    plain,
+    profiling_figure,
+    save,
+)
 from cocofl.report.findings import Curve, curve, summary, trained
 from cocofl.report.palette import line_colours
-from cocofl.report.profiles import profiling_figure
 from cocofl.report.runs import Scene, arrange
 from cocofl.report.sources import Sources
-from cocofl.report.studies import groups_figure
 
 _AXES: tuple[tuple[str, Callable[[Curve], Any]], ...] = (
     ("round", lambda one: one.rounds),
@@ -85,10 +91,7 @@ def curve_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
     panels[0].set_ylabel(plain(scene.metric.heading))
     if scene.metric.is_share:
         panels[0].set_ylim(bottom=0)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False
-    )
+    legend_below(figure, panels[0], 6)
     return figure
 
 
