@@ -13,6 +13,7 @@ import typer
 from cocofl.cli.printing import check_writable, numbers, print_text_table, stoppable, words
 from cocofl.cli.running import ProgressBar, drawing
 from cocofl.errors import InvalidSetting
+from cocofl.files import write_text
 from cocofl.fl.strategies import facts_of
 from cocofl.named import names_in, vouch_for
 from cocofl.report.tables import TextTable
@@ -21,7 +22,6 @@ from cocofl.reproduction import plans, profiles, results, tables
 from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import Planned, missing, play
 from cocofl.reproduction.results import Result
-from cocofl.runlog import write_text
 
 reproduce_app = typer.Typer(
     name="reproduce",
@@ -203,7 +203,6 @@ def profiling(
     shown = profiles.savings(costs)
     print_text_table(shown)
     check_writable(out / "profiling.md", "--out")
-    out.mkdir(parents=True, exist_ok=True)
     write_text(out / "profiling.md", shown.markdown())
     write_text(out / "profiling.csv", shown.csv())
     print(f"written: {out / 'profiling'}.md and .csv")

@@ -28,8 +28,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -42,6 +40,7 @@ from numpy.typing import NDArray
 
 from cocofl.budget import Budget, bytes_text
 from cocofl.errors import InvalidSpan, InvalidTable, OtherHardware, TableMismatch
+from cocofl.files import write_text
 from cocofl.profiling.hardware import Hardware
 from cocofl.span import Blocks, Span, all_spans
 
@@ -148,7 +147,7 @@ class ProfileTable:
         """Write the table, whole or not at all."""
         if not self.costs:
             raise InvalidTable(f"{self.name} holds fractions only; it stays in its own format")
-        write_whole(path, _to_text(self))
+        write_text(Path(path), _to_text(self))
 
     def check_fits(self, n_blocks: int) -> None:
         """Refuse a model with another number of blocks."""
@@ -294,16 +293,6 @@ def beside_head(table: ProfileTable) -> ProfileTable:
 def shipped() -> list[str]:
     """The names of the tables that come with the package."""
     return [PREFIX + path.stem.replace("+", "/") for path in sorted(SHIPPED.glob("*.json"))]
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file under a temporary name, then rename it."""
-    folder = Path(path).absolute().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def _shipped_path(name: str) -> Path:

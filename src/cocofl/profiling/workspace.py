@@ -17,16 +17,10 @@ import torch
 
 from cocofl.chain import BlockChain
 from cocofl.errors import InvalidSetting
+from cocofl.files import write_text
 from cocofl.freeze import VARIANTS, KernelPlan, State, backend_names, chain_state, freeze
 from cocofl.profiling.subject import Inputs, Subject, training_step
-from cocofl.profiling.table import (
-    METHODS,
-    Configuration,
-    Cost,
-    ProfileTable,
-    spans_with_head,
-    write_whole,
-)
+from cocofl.profiling.table import METHODS, Configuration, Cost, ProfileTable, spans_with_head
 from cocofl.span import Blocks, Span, all_spans
 
 # The paper's 50 steps, and the levels its baselines use: FjORD's, and those of Transformers.
@@ -135,7 +129,7 @@ def prepare(folder: Path, settings: Settings) -> None:
         np.savez(folder / _STATE, **arrays)
         plan = kernel_plan(settings, chain, state)
     plan.save(folder / _PLAN)
-    write_whole(folder / _SETTINGS, json.dumps(asdict(settings)) + "\n")
+    write_text(folder / _SETTINGS, json.dumps(asdict(settings)) + "\n")
 
 
 def load_settings(folder: Path) -> Settings:

@@ -13,13 +13,13 @@ from markupsafe import Markup
 
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
+from cocofl.files import write_text
 from cocofl.report import charts
 from cocofl.report.findings import ahead, curve, summary, trained
 from cocofl.report.palette import ON_DARK, line_colours
 from cocofl.report.runs import Line, Scene, arrange
 from cocofl.report.sources import Sources
 from cocofl.report.tables import highlights, summary_table
-from cocofl.runlog import write_text
 
 Card = dict[str, Any]
 """A chart in its frame; ``of`` names the line that it belongs to, if it is one line's."""
@@ -44,7 +44,6 @@ class Drawings:
 
 def write_report(runs: Sequence[Run], path: Path) -> Path:
     """Write the page about runs into a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, report_page(runs))
     return path
 

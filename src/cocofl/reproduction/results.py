@@ -16,13 +16,14 @@ from typing import Any
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.experiment import Run, Spread
+from cocofl.files import write_text
 from cocofl.fl.strategies import recorded_facts
 from cocofl.fl.strategies.facts import WIDTHS
 from cocofl.profiling.table import PREFIX
 from cocofl.report.tables import TextTable
 from cocofl.reproduction.collection import Collection, is_ablation
 from cocofl.reproduction.plans import Name, label_of, shortened, strategy_of
-from cocofl.runlog import EXPERIMENT, Scores, metric_names, scores_by_name, write_text
+from cocofl.runlog import EXPERIMENT, Scores, metric_names, scores_by_name
 
 LATE_EVALUATIONS = 10
 LATE = "last ten"
@@ -117,7 +118,6 @@ def write(path: Path, results: Sequence[Result]) -> None:
         of_groups = [str(one.groups.get(group, "")) for group in groups]
         lines.append((*plain[:_SPLIT], *scores, *plain[_SPLIT:], *of_groups))
     header = (*_PLAIN[:_SPLIT], *metrics, *_PLAIN[_SPLIT:], *groups)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, TextTable("", header, tuple(lines)).csv())
 
 
