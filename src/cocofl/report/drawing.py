@@ -59,9 +59,8 @@ def bare(axes: Axes, *, grid: bool = True) -> None:
 def legend_below(figure: Figure, axes: Axes, columns: int, **more: Any) -> None:
     """What the lines of ``axes`` (and of others like it) are, in so many columns at most."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(columns, len(labels)))
-    place = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-    figure.legend(handles, labels, **place, **more)
+    more["ncols"] = max(1, min(columns, len(labels)))
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, **more)
 
 
 def plain(name: str) -> str:
@@ -294,8 +293,8 @@ def _points(
     axes: Axes, places: Iterable[float], values: Sequence[Spread | None], **style: Any
 ) -> None:
     """Means in %, with the deviation over seeds."""
-    look = {"marker": "o", "markersize": 4, "linewidth": 1.4, "elinewidth": 0.8, "capsize": 2}
-    axes.errorbar(*_known(places, values, 100), **(look | style))
+    style |= {"marker": "o", "markersize": 4, "linewidth": 1.4, "elinewidth": 0.8, "capsize": 2}
+    axes.errorbar(*_known(places, values, 100), **style)
 
 
 def _known(

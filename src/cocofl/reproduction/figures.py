@@ -8,14 +8,14 @@ from pathlib import Path
 
 from cocofl.experiment import Spread
 from cocofl.fl.metrics import STATISTICS, recorded_metric
+from cocofl.freeze import VARIANTS
 from cocofl.profiling import ProfileTable
 from cocofl.report import drawing
 from cocofl.report.drawing import save
 from cocofl.reproduction.collection import Collection
-from cocofl.reproduction.plans import SELECTIONS, VARIANTS, limited_label, strategy_of
-from cocofl.reproduction.profiles import tables_of
+from cocofl.reproduction.plans import OVER_LIMITS, limited_label, strategy_of
 from cocofl.reproduction.results import Result, spread
-from cocofl.reproduction.tables import groups_of, in_one_place, labels_of, longest
+from cocofl.reproduction.tables import groups_of, in_one_place, labels_of, longest, tables_of
 
 
 def fairness(collection: Collection, results: Sequence[Result], row: str, path: Path) -> list[Path]:
@@ -53,7 +53,7 @@ def selectors(
 ) -> list[Path]:
     """Ways to select a span, over the limit."""
     over = partial(_over, collection.ablation, results, limits)
-    series = {f"{s}+{o}": over(selector=s, over=o) for s, o in SELECTIONS}
+    series = {name: over(**options) for name, options in OVER_LIMITS["selectors"].options.items()}
     return save(drawing.selectors_figure(limits, series), path)
 
 
