@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 
 from cocofl.fl.metrics import MetricFacts
 from cocofl.profiling import ProfileTable
-from cocofl.report.findings import Curve, Trained, summary
+from cocofl.report.findings import AXES, Curve, Trained, summary
 from cocofl.report.palette import KIND_COLOURS, group_colour, kind_of
 from cocofl.report.runs import Line, Scene
 from cocofl.report.sources import Holdings, printable
@@ -36,11 +36,7 @@ def library() -> str:
     return str(get_plotlyjs())
 
 
-AXES = {
-    "rounds": ("round", "round %{x}"),
-    "simulated_s": ("simulated time / s", "%{x:.4g} s"),
-    "bytes_up": ("uploaded / MB", "%{x:.4g} MB"),
-}
+_HOVER = {"rounds": "round %{x}", "simulated_s": "%{x:.4g} s", "uploaded_mb": "%{x:.4g} MB"}
 
 
 def curve_chart(
@@ -55,18 +51,15 @@ def curve_chart(
     The band reaches from the worst to the best seed. Training with all data in one place has no
     rounds, devices or uploads: it is a level.
     """
-    title, where = AXES[axis]
     metric, figure = lines[0].metric, go.Figure()
     unit = " %" if metric.is_share else ""
     pairs = list(zip(lines, curves, strict=True))
     # Before anything is trained, everybody is at the same place; a curve begins at its first test.
-    ends = [_axis(one, axis)[-1] for line, one in pairs if not _is_level(line)]
+    ends = [getattr(one, axis)[-1] for line, one in pairs if not _is_level(line)]
     for line, one in pairs:
         colour, name = colours[line.label], escape(line.label)
-        x, y = (
-            _rounded(_axis(one, axis)),
-            _rounded(metric.scale * (one.mean if group is None else one.groups[group])),
-        )
+        x = _rounded(getattr(one, axis))
+        y = _rounded(metric.scale * (one.mean if group is None else one.groups[group]))
         if _is_level(line):
             x, y = [0, max(ends, default=1)], [y[-1]] * 2
         elif group is None and len(line.runs) > 1:
@@ -79,11 +72,11 @@ def curve_chart(
                 mode="lines+markers" if len(x) < 30 and not _is_level(line) else "lines",
                 line={"color": colour, "width": 2, "dash": "dash" if line.is_bound else "solid"},
                 marker={"size": 5},
-                hovertemplate=f"<b>{name}</b> %{{y:.4g}}{unit}<br>{where}<extra></extra>",
+                hovertemplate=f"<b>{name}</b> %{{y:.4g}}{unit}<br>{_HOVER[axis]}<extra></extra>",
                 meta={"line": line.label},
             )
         )
-    figure.update_xaxes(title=title, rangemode="tozero")
+    figure.update_xaxes(title=AXES[axis], rangemode="tozero")
     if group is None:
         figure.update_yaxes(title=escape(metric.heading), rangemode="tozero")
     else:
@@ -235,11 +228,6 @@ def profile_chart(tables: Sequence[ProfileTable], what: str) -> go.Figure:
 
 def _is_level(line: Line) -> bool:
     return line.facts.all_data_in_one_place
-
-
-def _axis(one: Curve, axis: str) -> NDArray[Any]:
-    values: NDArray[Any] = getattr(one, axis)
-    return values / 1e6 if axis == "bytes_up" else values
 
 
 def _band(x: list[Any], one: Curve, line: Line, colour: str) -> go.Scatter:

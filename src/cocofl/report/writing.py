@@ -102,7 +102,7 @@ def _stage(
     band = "The band reaches from the worst to the best seed."
     several = any(len(line.runs) > 1 for line in lines)
     name = metric.name[:1].upper() + metric.name[1:]
-    axes = {"rounds": "rounds", "simulated_s": "simulated time", "bytes_up": "uploaded bytes"}
+    axes = {"rounds": "rounds", "simulated_s": "simulated time", "uploaded_mb": "uploaded bytes"}
     curves = []
     for axis, title in axes.items():
         chart = charts.curve_chart(lines, found, colours, axis)
