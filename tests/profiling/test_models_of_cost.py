@@ -90,7 +90,7 @@ def test_a_timeline_counts_what_is_alive_between_marks() -> None:
         assert len(y) == 500
 
     timeline = recorded(run)
-    a, b, c = (timeline.find(name) for name in "abc")
+    a, b, c = (dict(timeline.marks)[name] for name in "abc")
     alive = timeline.alive
     assert alive[b] - alive[a] == max(alive[a : c + 1]) - alive[a] == 6000
     assert alive[c] - alive[a] == 2000

@@ -137,11 +137,12 @@ def compare(
     if not out.exists():
         check_writable(out, "--out")
     with stoppable(out, "the same command with --resume"), ProgressBar(experiment) as bar:
-        comparison = compare_strategies(
+        runs = compare_strategies(
             experiment,
             strategies=words(strategies),
             seeds=range(experiment.seed, experiment.seed + seeds),
-            splits=words(splits) if splits else (["rc", "iid"] if file is None else None),
+            splits=words(splits or "")
+            or (["rc", "iid"] if file is None else [experiment.data.split]),
             lr_grid=grid,
             out=out,
             resume=resume,
@@ -149,7 +150,7 @@ def compare(
             announce=bar.announce,
         )
     drawn = report_of(out) if page else ""
-    scenes = arrange(comparison.runs)
+    scenes = arrange(runs)
     if as_json:
         rows = [row for scene in scenes for row in _rows(scene)]
         print_json({"path": str(out), "lr_grid": grid, "rows": rows})
@@ -157,7 +158,8 @@ def compare(
     for scene in scenes:
         print_text_table(summary_table(scene, costs=False))
     leads = [f"{one.title}: {text}" for one in scenes if (text := margins_text(one))]
-    served = [f"table of {name}: {table}" for name, table in comparison.tables.items()]
+    tables = {run.experiment.strategy.name: run.folder.about["tables"].values() for run in runs}
+    served = [f"table of {name}: {'; '.join(found)}" for name, found in tables.items()]
     tried = ", ".join(f"{lr:g}" for lr in grid)
     chosen = f"learning rate: for each strategy and split the best of {tried}, by another seed"
     print("\n".join([*leads, *served, *[chosen] * bool(grid), f"runs: {out}", drawn]).rstrip())
