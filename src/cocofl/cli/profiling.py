@@ -23,8 +23,8 @@ from cocofl.named import vouch_for
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
+from cocofl.profiling.subject import Settings
 from cocofl.profiling.sweep import Progress, sweep
-from cocofl.profiling.workspace import Settings
 from cocofl.report.tables import TextTable
 from cocofl.span import Blocks, Role
 
