@@ -90,11 +90,6 @@ class Scene:
         known = [scores_by_name(r.final.scores, key) for line in self.lines for r in line.runs]
         return [group for group in known[0] if all(group in one for one in known)]
 
-    @property
-    def first(self) -> Run:
-        """Any of its runs; they agree on data, model and devices."""
-        return self.lines[0].runs[0]
-
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
     """The run folders at or below these paths, each once, without those of tuning."""

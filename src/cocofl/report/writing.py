@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from plotly.offline import get_plotlyjs
 
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
@@ -81,7 +82,7 @@ def report_page(runs: Sequence[Run]) -> str:
         "commands": _commands(reported),
         "charts": _json(drawings.figures),
         "on_dark": _json(ON_DARK),
-        "library": Markup(charts.library().replace("</script", "<\\/script")),
+        "library": Markup(get_plotlyjs().replace("</script", "<\\/script")),
     }
     environment = Environment(
         loader=PackageLoader("cocofl.report", "page"),
