@@ -95,24 +95,15 @@ def _tuned(
     play: Callable[[Mapping[Path, Experiment]], Mapping[Path, Run]],
 ) -> dict[str, Experiment]:
     """Each strategy with the learning rate that served it best in shorter runs."""
-    trials = {
-        (strategy, rate): (
-            folders[strategy] / f"lr{rate:g}",
-            base.changed(
-                {
-                    "seed": TUNING_SEED,
-                    "rounds": max(1, base.rounds * 2 // 3),
-                    "training.lr": rate,
-                }
-            ),
-        )
-        for strategy, base in bases.items()
-        for rate in lr_grid
-    }
-    runs = play(dict(trials.values()))
+    trials = {}
+    for strategy, base in bases.items():
+        shorter = base.changed({"seed": TUNING_SEED, "rounds": max(1, base.rounds * 2 // 3)})
+        for rate in lr_grid:
+            trials[folders[strategy] / f"lr{rate:g}"] = shorter.changed({"training.lr": rate})
+    runs = play(trials)
 
     def merit(strategy: str, rate: float) -> float:
-        run = runs[trials[strategy, rate][0]]
+        run = runs[folders[strategy] / f"lr{rate:g}"]
         return run.metrics[0].merit(run.final.scores[run.metrics[0].name])
 
     return {

@@ -103,9 +103,8 @@ class ProfileTable:
         configurations = tuple(sorted(costs))
         rows = tuple(costs[key] for key in configurations)
         by_rss = all(row.rss_bytes is not None for row in rows)
-        peaks = [row.rss_bytes if by_rss else row.tensor_bytes for row in rows]
-        pairs = zip(rows, peaks, strict=True)
-        amounts = np.array([(row.step_s, peak, row.upload_bytes) for row, peak in pairs], float)
+        peak = "rss_bytes" if by_rss else "tensor_bytes"
+        amounts = np.array([(r.step_s, getattr(r, peak), r.upload_bytes) for r in rows], float)
         everything = 1.0 if facts["method"] == "width" else Span(0, n_blocks)
         full = amounts[configurations.index(everything)]
         return cls(
