@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from cocofl.allocator import keep_freed_memory
 from cocofl.freeze import freeze, upload_sizes
 from cocofl.profiling.analytic import DEVICES, BlockWork, block_seconds, block_work
-from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.memory import Build, MemoryModel, peak_tensor_bytes
 from cocofl.profiling.subject import (
     LEVELS,
@@ -38,7 +37,7 @@ from cocofl.profiling.subject import (
     training_step,
 )
 from cocofl.profiling.sweep import Progress
-from cocofl.profiling.table import Configuration, Cost, ProfileTable
+from cocofl.profiling.table import Configuration, Cost, Hardware, ProfileTable
 from cocofl.rng import stream
 from cocofl.span import Blocks, Role, Span
 

@@ -143,7 +143,8 @@ class MemoryModel:
         # Bytes that stay from step to step: of blocks, of the frozen ones before a block, of the
         # passing ones from a block on, and of all else.
         own = [_own_bytes(block) for block in trained]
-        self._gradients = [_gradient_bytes(block) for block in trained]
+        learnt = ([p for p in block.parameters() if p.requires_grad] for block in trained)
+        self._gradients = [sum(p.nbytes for p in parameters) for parameters in learnt]
         self._trained = [sum(both) for both in zip(own, self._gradients, strict=True)]
         self._frozen = [built[i] - sum(own[i:]) for i in blocks]
         self._constant = self._whole.alive[0] - sum(self._trained)
@@ -223,10 +224,6 @@ def _leave(index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
     outputs = output if isinstance(output, tuple) else (output,)
     main = next(o for o in outputs if isinstance(o, Tensor) and o.requires_grad)
     main.register_hook(lambda _gradient: mark(f"grad {index}"))
-
-
-def _gradient_bytes(block: nn.Module) -> int:
-    return sum(p.nbytes for p in block.parameters() if p.requires_grad)
 
 
 def _own_bytes(block: nn.Module) -> int:

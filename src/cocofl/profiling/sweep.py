@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cocofl.errors import InvalidSetting
-from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.measure import measure, prepare_apart
 from cocofl.profiling.subject import WIDTHS, Settings, load_plan
-from cocofl.profiling.table import Configuration, Cost
+from cocofl.profiling.table import Configuration, Cost, Hardware
 from cocofl.rng import stream
 from cocofl.span import Blocks, Span
 

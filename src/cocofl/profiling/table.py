@@ -28,20 +28,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cocofl.budget import Budget, bytes_text
 from cocofl.errors import InvalidSpan, InvalidTable, OtherHardware, TableMismatch
 from cocofl.files import write_text
-from cocofl.profiling.hardware import Hardware
 from cocofl.span import Blocks, Span, all_spans
 
 FORMAT = "cocofl profile table 1"
@@ -55,6 +57,45 @@ _TEXTS = ("model", "method", "variant", "backend")
 
 Floats = NDArray[np.float64]
 Configuration = Blocks | float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What step times depend on. ``plan`` is a short hash of the int8 kernel plan."""
+
+    cpu: str
+    threads: int
+    torch: str
+    plan: str = ""
+
+    @classmethod
+    def here(cls, threads: int | None = None, choices: Mapping[str, str] = {}) -> Hardware:
+        """This machine, with the threads and the kernel plan in use."""
+        used = torch.get_num_threads() if threads is None else threads
+        text = "\n".join(f"{signature}={kernel}" for signature, kernel in sorted(choices.items()))
+        plan = hashlib.sha256(text.encode()).hexdigest()[:8] if choices else ""
+        return cls(cpu_name(), used, _release(torch.__version__), plan)
+
+    def same_machine(self, other: Hardware) -> bool:
+        """Whether step times can be compared: the processor and the PyTorch release agree."""
+        return (self.cpu, _release(self.torch)) == (other.cpu, _release(other.torch))
+
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.threads} threads, torch {self.torch}"
+
+
+@cache
+def cpu_name() -> str:
+    """The processor as the system calls it."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _release(version: str) -> str:
+    """Without the build: 2.13.0+cpu is 2.13.0."""
+    return version.partition("+")[0]
 
 
 class Cost(NamedTuple):
