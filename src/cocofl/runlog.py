@@ -369,31 +369,25 @@ def only_writer(path: Path) -> Iterator[None]:
     with _writing(path):
         if not path.exists():
             path.mkdir(parents=True, exist_ok=True)
-        held = _locked(path)
-    try:
-        yield
-    finally:
-        if held is not None:
-            os.close(held)
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that locks a folder until it is closed."""
     if sys.platform == "win32":
-        return None
+        yield
+        return
     import fcntl  # noqa: PLC0415 - it is not everywhere
 
-    held = os.open(path, os.O_RDONLY)
+    with _writing(path):
+        held = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunFolderProblem(
+                f"another process is writing the run in {path}; let it end, or name another folder"
+            ) from error
+        except OSError:
+            pass
+        yield
+    finally:
         os.close(held)
-        raise RunFolderProblem(
-            f"another process is writing the run in {path}; let it end, or name another folder"
-        ) from error
-    except OSError:
-        pass
-    return held
 
 
 def state_bytes(state: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:

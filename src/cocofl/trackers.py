@@ -16,14 +16,12 @@ from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.runlog import RoundRecord
 
-Log = Callable[[Mapping[str, float], int], Any]
-
 
 @dataclass(frozen=True)
 class Tracker:
     """A watcher that hands the numbers of every round to a tracking library."""
 
-    log: Log
+    log: Callable[[Mapping[str, float], int], Any]
     on_end: Callable[[], Any]
     """Lets the library finish its files."""
 

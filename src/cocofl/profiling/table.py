@@ -256,6 +256,11 @@ class ProfileTable:
     def __len__(self) -> int:
         return len(self.configurations)
 
+    @property
+    def kind(self) -> str:
+        """The variant of spans, or ``width``."""
+        return "width" if self.method == "width" else self.variant
+
     def describe(self) -> str:
         """One line that says what this table is, for every report that rests on it."""
         how = {

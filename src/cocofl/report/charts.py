@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cocofl.fl.metrics import MetricFacts
 from cocofl.profiling import ProfileTable
 from cocofl.report.findings import AXES, Curve, Trained, summary
-from cocofl.report.palette import KIND_COLOURS, group_colour, kind_of
+from cocofl.report.palette import KIND_COLOURS, group_colour
 from cocofl.report.runs import Line, Scene
 from cocofl.report.sources import Holdings, printable
 
@@ -49,12 +49,13 @@ def curve_chart(
     unit = " %" if metric.is_share else ""
     pairs = list(zip(lines, curves, strict=True))
     # Before anything is trained, everybody is at the same place; a curve begins at its first test.
-    ends = [getattr(one, axis)[-1] for line, one in pairs if not _is_level(line)]
+    ends = [getattr(c, axis)[-1] for line, c in pairs if not line.facts.all_data_in_one_place]
     for line, one in pairs:
         colour, name = colours[line.label], escape(line.label)
+        is_level = line.facts.all_data_in_one_place
         x = _rounded(getattr(one, axis))
         y = _rounded(metric.scale * (one.mean if group is None else one.groups[group]))
-        if _is_level(line):
+        if is_level:
             x, y = [0, max(ends, default=1)], [y[-1]] * 2
         elif group is None and len(line.runs) > 1:
             figure.add_trace(_band(x, one, line, colour))
@@ -62,7 +63,7 @@ def curve_chart(
             x=x,
             y=y,
             name=name,
-            mode="lines+markers" if len(x) < 30 and not _is_level(line) else "lines",
+            mode="lines+markers" if len(x) < 30 and not is_level else "lines",
             line={"color": colour, "width": 2, "dash": "dash" if line.is_bound else "solid"},
             marker={"size": 5},
             hovertemplate=f"<b>{name}</b> %{{y:.4g}}{unit}<br>{_HOVER[axis]}<extra></extra>",
@@ -175,11 +176,11 @@ def profile_chart(tables: Sequence[ProfileTable], what: str) -> go.Figure:
     costs = f"upload %{{x:.2f}}, {what} %{{y:.2f}} of full"
     figure = go.Figure()
     for table in tables:
-        kind = kind_of(table)
+        kind = table.kind
         name = "widths" if kind == "width" else f"spans, {escape(table.variant)}"
         figure.add_scatter(
             x=_rounded(table.upload),
-            y=_rounded(table.time if what == "time" else table.memory),
+            y=_rounded(getattr(table, what)),
             text=[str(item) for item in table.configurations],
             name=name,
             mode="markers",
@@ -195,10 +196,6 @@ def profile_chart(tables: Sequence[ProfileTable], what: str) -> go.Figure:
     figure.update_yaxes(title=f"{what} / full", rangemode="tozero")
     figure.update_layout(showlegend=True)
     return figure
-
-
-def _is_level(line: Line) -> bool:
-    return line.facts.all_data_in_one_place
 
 
 def _band(x: list[Any], one: Curve, line: Line, colour: str) -> go.Scatter:

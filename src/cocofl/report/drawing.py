@@ -18,7 +18,7 @@ from cocofl.experiment import Spread
 from cocofl.fl.metrics import MetricFacts
 from cocofl.fl.select import feasible
 from cocofl.profiling import ProfileTable
-from cocofl.report.palette import KIND_COLOURS, group_colour, kind_of
+from cocofl.report.palette import KIND_COLOURS, group_colour
 from cocofl.report.sources import Holdings, printable
 
 FORMATS = (".png", ".svg")
@@ -140,9 +140,23 @@ def profiling_figure(tables: Sequence[ProfileTable], title: str) -> Figure:
     """
     figure = new_figure(10.0, 4.4)
     left, right = figure.subplots(1, 2)
-    for table in tables:
-        _scatter(left, table, "time")
-        _scatter(right, table, "memory")
+    for axes, what in ((left, "time"), (right, "memory")):
+        for table in tables:
+            kind = table.kind
+            axes.scatter(
+                table.upload,
+                getattr(table, what),
+                s=14,
+                marker=MARKERS[kind],
+                color=KIND_COLOURS[kind],
+                alpha=0.7,
+                linewidths=1.0 if kind == "width" else 0,
+                label=_label(table),
+            )
+        axes.set_xlabel("upload / full")
+        axes.set_xlim(-0.03, 1.05)
+        axes.set_ylim(bottom=0)
+        bare(axes, grid=False)
     left.set_ylabel("training time / full")
     kinds = sorted({table.memory_kind for table in tables})
     right.set_ylabel(f"peak memory / full ({' and '.join(kinds)})")
@@ -195,24 +209,6 @@ def save_profile_figures(path: Path, tables: Sequence[ProfileTable]) -> list[Pat
         for suffix, figure in figures.items()
         for file in save(figure, path.with_name(path.stem + suffix))
     ]
-
-
-def _scatter(axes: Axes, table: ProfileTable, what: str) -> None:
-    kind = kind_of(table)
-    axes.scatter(
-        table.upload,
-        table.time if what == "time" else table.memory,
-        s=14,
-        marker=MARKERS[kind],
-        color=KIND_COLOURS[kind],
-        alpha=0.7,
-        linewidths=1.0 if kind == "width" else 0,
-        label=_label(table),
-    )
-    axes.set_xlabel("upload / full")
-    axes.set_xlim(-0.03, 1.05)
-    axes.set_ylim(bottom=0)
-    bare(axes, grid=False)
 
 
 def _label(table: ProfileTable) -> str:

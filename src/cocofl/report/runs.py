@@ -123,10 +123,11 @@ def arrange(runs: Sequence[Run]) -> list[Scene]:
             f"nothing to report yet: {names} {'has' if len(runs) == 1 else 'have'} no evaluated "
             f"round in {METRICS}"
         )
-    return [
-        Scene(title or _default_title(members[0]), tuple(_lines(members)))
-        for title, members in _told_apart(evaluated, scene=True)
-    ]
+    scenes = []
+    for title, members in _told_apart(evaluated, scene=True):
+        data = members[0].experiment.data
+        scenes.append(Scene(title or f"{data.name}, split {data.split}", tuple(_lines(members))))
+    return scenes
 
 
 def _lines(members: Sequence[Run]) -> Iterator[Line]:
@@ -145,8 +146,11 @@ def _told_apart(runs: Sequence[Run], *, scene: bool) -> Iterator[tuple[str, list
     settings: list[dict[str, Any]] = []
     for run in runs:
         flat = run.experiment.by_key() | {"metric": run.metrics[0].name}
-        kept = [key for key in flat if key not in _NEUTRAL and _is_of_scene(key) == scene]
-        own = {key: flat[key] for key in kept}
+        own = {
+            key: value
+            for key, value in flat.items()
+            if key not in _NEUTRAL and (key.partition(".")[0] in _SCENE_SECTIONS) == scene
+        }
         group = groups.setdefault(json.dumps(own, sort_keys=True, default=str), [])
         settings += [own] if not group else []
         group.append(run)
@@ -158,12 +162,3 @@ def _told_apart(runs: Sequence[Run], *, scene: bool) -> Iterator[tuple[str, list
         values = ((key, own.get(key)) for key in differing)
         words = [f"{key.split('.')[-1]} {'–' if v is None else v}" for key, v in values]
         yield ", ".join(words), group
-
-
-def _is_of_scene(key: str) -> bool:
-    return key.split(".", maxsplit=1)[0] in _SCENE_SECTIONS
-
-
-def _default_title(run: Run) -> str:
-    data = run.experiment.data
-    return f"{data.name}, split {data.split}"

@@ -22,7 +22,7 @@ from cocofl.fl.strategies import NEEDS_NOTHING
 from cocofl.fl.strategies.facts import SPANS, WIDTHS
 from cocofl.named import names_in, refuse_untrusted
 from cocofl.profiling import ProfileTable
-from cocofl.report.runs import Line, Scene
+from cocofl.report.runs import Scene
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,9 @@ class Sources:
 
     def tables(self) -> list[ProfileTable]:
         """The tables of spans, one per variant that was used, and that of widths."""
-        found = [self._setup.tables.spans(variant) for variant in _variants(self._lines)]
+        spans = [line.runs[0] for line in self._lines if line.facts.tables == SPANS]
+        used = [str(run.experiment.strategy.options.get("variant", "qff")) for run in spans]
+        found = [self._setup.tables.spans(one) for one in dict.fromkeys(used or ["qff"])]
         try:
             found.append(self._setup.tables.widths())
         except CocoflError:
@@ -105,12 +107,3 @@ class Sources:
             # Said in the table's own description, which the report shows.
             warnings.simplefilter("ignore", OtherHardware)
             return Setup(self._experiment)
-
-
-def _variants(lines: Sequence[Line]) -> list[str]:
-    used = [
-        str(line.runs[0].experiment.strategy.options.get("variant", "qff"))
-        for line in lines
-        if line.facts.tables == SPANS
-    ]
-    return list(dict.fromkeys(used)) or ["qff"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from plotly.offline import get_plotlyjs
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
 from cocofl.files import write_text
+from cocofl.profiling import ProfileTable
 from cocofl.report import charts
 from cocofl.report.findings import ahead, curve, summary, trained
 from cocofl.report.palette import ON_DARK, line_colours
@@ -155,26 +157,20 @@ def _data_cards(sources: Sources, drawings: Drawings) -> tuple[list[Card], str]:
 
 def _profile_cards(sources: Sequence[Sources], drawings: Drawings) -> tuple[list[Card], list[str]]:
     """What the tables say, each once, and why some are not shown."""
-    cards: dict[str, list[Card]] = {}
+    shown: dict[str, Sequence[ProfileTable]] = {}
     missing: dict[str, None] = {}
     for one in sources:
         try:
             tables = one.tables()
+            shown["; ".join(table.describe() for table in tables)] = tables
         except (CocoflError, OSError) as error:
             missing[str(error)] = None
-            continue
-        names = "; ".join(table.describe() for table in tables)
-        if names not in cards:
-            cards[names] = [
-                drawings.add(
-                    charts.profile_chart(tables, what),
-                    f"{tables[0].model}: {what} and upload",
-                    330,
-                    f"Memory is {tables[0].memory_kind} memory." if what == "memory" else "",
-                )
-                for what in ("time", "memory")
-            ]
-    return [card for both in cards.values() for card in both], list(missing)
+    cards = []
+    for (first, *others), what in product(shown.values(), ("time", "memory")):
+        chart, title = charts.profile_chart([first, *others], what), f"{what} and upload"
+        caption = f"Memory is {first.memory_kind} memory." if what == "memory" else ""
+        cards.append(drawings.add(chart, f"{first.model}: {title}", 330, caption))
+    return cards, list(missing)
 
 
 def _headline(scene: Scene) -> str:

@@ -14,7 +14,6 @@ from cocofl.fl.metrics import STATISTICS, MetricFacts
 from cocofl.fl.strategies import StrategyFacts, facts_of, recorded_facts
 from cocofl.fl.strategies.facts import BASELINE, PROPOSED
 from cocofl.profiling import ProfileTable, shipped
-from cocofl.report.palette import kind_of
 from cocofl.report.tables import NOTHING, TextTable
 from cocofl.reproduction.collection import Collection, on_one_place
 from cocofl.reproduction.plans import OVER_LIMITS, STRATEGY_ORDER, limited_label, strategy_of
@@ -236,7 +235,7 @@ def savings(tables: Sequence[ProfileTable]) -> TextTable:
     against = [_against(table, alone) for table in tables]
     columns = {
         "table": [without_folder(table.name) for table in tables],
-        "kind": [kind_of(table) for table in tables],
+        "kind": [table.kind for table in tables],
         "configurations": [str(len(table)) for table in tables],
         "time saved up to": [_saved(table.time) for table in tables],
         "memory saved up to": [_saved(table.memory) for table in tables],
