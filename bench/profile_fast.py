@@ -26,10 +26,9 @@ from cocofl import FrozenNet, KernelPlan, ProfileTable, Span, all_spans, freeze
 from cocofl.profiling.cost_model import design, fast_table
 from cocofl.profiling.measure import STEPS, measure, prepare_apart, timed
 from cocofl.profiling.memory import peak_tensor_bytes
-from cocofl.profiling.subject import training_step
+from cocofl.profiling.subject import Settings, measured_state, training_step
 from cocofl.profiling.sweep import Entry, drift
 from cocofl.profiling.table import Cost
-from cocofl.profiling.workspace import Settings, measured_state
 from cocofl.rng import stream
 
 

@@ -14,8 +14,8 @@ import time
 
 from cocofl import ProfileTable
 from cocofl.profiling.cost_model import fast_table
+from cocofl.profiling.subject import Settings
 from cocofl.profiling.table import SHIPPED
-from cocofl.profiling.workspace import Settings
 
 MODELS = ("mobilenet", "resnet18", "densenet40", "transformer")
 KINDS = ("qff", "ff", "f", "width")

@@ -32,8 +32,8 @@ from cocofl.errors import (
 from cocofl.experiment import Run, Setup, evaluate_run, simulate
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.subject import Settings
 from cocofl.profiling.table import beside_head
-from cocofl.profiling.workspace import Settings
 from cocofl.runlog import RoundRecord
 from cocofl.span import Blocks
 from tests.states import same_state

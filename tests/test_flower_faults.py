@@ -21,7 +21,7 @@ from cocofl.flower.loopback import Loopback
 from cocofl.flower.settings import write_app
 from cocofl.flower.trial import BUDGETS, await_run
 from cocofl.profiling.analytic import analytic_table
-from cocofl.profiling.workspace import Settings
+from cocofl.profiling.subject import Settings
 from cocofl.runlog import RunFolder
 from tests.flower_grid import device, play
 

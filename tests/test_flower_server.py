@@ -19,8 +19,8 @@ from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem, Un
 from cocofl.flower.records import update_reply
 from cocofl.flower.settings import Deployment, node_budget, read_run_config, run_config, write_app
 from cocofl.profiling.analytic import analytic_table
-from cocofl.profiling.hardware import Hardware
-from cocofl.profiling.workspace import Settings
+from cocofl.profiling.subject import Settings
+from cocofl.profiling.table import Hardware
 from cocofl.runlog import only_writer
 from tests import flower_grid
 from tests.extensions import write_extensions

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from cocofl.errors import InvalidState, RunFolderProblem
+from cocofl.files import write_text
 from cocofl.runlog import (
     DeviceRecord,
     RoundRecord,
     RunFolder,
     only_writer,
     read_state,
-    write_text,
 )
 from tests.states import same_state
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from cocofl.config import Experiment
 from cocofl.data.partition import check_rule
-from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Run, in_short, make_executor, simulate_batch
@@ -20,72 +19,51 @@ from cocofl.named import lookup
 TUNING_SEED = 1_000_003
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What was run, in order, without the runs on which learning rates were chosen."""
-
-    path: Path
-    runs: tuple[Run, ...]
-    tables: dict[str, str]
-    """Which profile tables served each strategy."""
-
-
 def compare(
     experiment: Experiment,
     *,
     strategies: Sequence[str],
     seeds: Sequence[int],
     out: Path,
-    splits: Sequence[str] | None = None,
-    lr_grid: Sequence[float] | None = None,
-    resume: bool = False,
-    executor: Executor | None = None,
-    watchers: Sequence[Watcher] = (),
-    announce: Callable[[str, int], None] = lambda _name, _rounds: None,
-) -> Comparison:
+    splits: Sequence[str],
+    lr_grid: Sequence[float],
+    resume: bool,
+    watchers: Sequence[Watcher],
+    announce: Callable[[str, int], None],
+) -> list[Run]:
     """Run every strategy with every seed on every split; runs go to folders below ``out``.
 
     With an ``lr_grid`` each strategy first runs once per learning rate on each split, two thirds
     of the rounds and with a seed of its own, and keeps the best by the first metric; without one
-    all use the experiment's.
+    all use the experiment's. Runs on which learning rates were chosen are not among the results.
     """
-    _check(experiment, strategies, splits or [], lr_grid or [])
-    own = executor or make_executor(experiment)
+    _check(experiment, strategies, splits, lr_grid)
+    played: list[Run] = []
+    with closing(make_executor(experiment)) as executor:
 
-    def play(experiments: Mapping[Path, Experiment]) -> dict[Path, Run]:
         def say(paths: Sequence[Path], rounds: int) -> None:
             announce(in_short([str(path.relative_to(out)) for path in paths]), rounds)
 
-        runs = simulate_batch(
-            experiments, resume=resume, executor=own, watchers=watchers, announce=say
-        )
-        return {run.path: run for run in runs}
+        def play(experiments: Mapping[Path, Experiment]) -> dict[Path, Run]:
+            runs = simulate_batch(
+                experiments, resume=resume, executor=executor, watchers=watchers, announce=say
+            )
+            return {run.path: run for run in runs}
 
-    played: list[Run] = []
-    tables: dict[str, str] = {}
-    try:
-        for split in splits or [experiment.data.split]:
+        for split in splits:
             bases = {strategy: _on_split(experiment, split, strategy) for strategy in strategies}
             folders = {strategy: strategy.replace(":", ".") for strategy in strategies}
             if lr_grid:
                 tuning = {s: out / split / "tuning" / folder for s, folder in folders.items()}
                 bases = _tuned(bases, lr_grid, tuning, play)
-            paths = {s: [out / split / folders[s] / f"seed{seed}" for seed in seeds] for s in bases}
-            runs = play(
-                {
-                    path: base.changed({"seed": seed})
-                    for strategy, base in bases.items()
-                    for seed, path in zip(seeds, paths[strategy], strict=True)
-                }
-            )
-            played += [runs[path] for strategy in bases for path in paths[strategy]]
-            for strategy in bases:
-                served = runs[paths[strategy][0]].folder.about["tables"]
-                tables[strategy] = "; ".join(served.values())
-    finally:
-        if executor is None:
-            own.close()
-    return Comparison(out, tuple(played), tables)
+            wanted = {
+                out / split / folders[strategy] / f"seed{seed}": base.changed({"seed": seed})
+                for strategy, base in bases.items()
+                for seed in seeds
+            }
+            runs = play(wanted)
+            played += [runs[path] for path in wanted]
+    return played
 
 
 def _check(
@@ -117,24 +95,15 @@ def _tuned(
     play: Callable[[Mapping[Path, Experiment]], Mapping[Path, Run]],
 ) -> dict[str, Experiment]:
     """Each strategy with the learning rate that served it best in shorter runs."""
-    trials = {
-        (strategy, rate): (
-            folders[strategy] / f"lr{rate:g}",
-            base.changed(
-                {
-                    "seed": TUNING_SEED,
-                    "rounds": max(1, base.rounds * 2 // 3),
-                    "training.lr": rate,
-                }
-            ),
-        )
-        for strategy, base in bases.items()
-        for rate in lr_grid
-    }
-    runs = play(dict(trials.values()))
+    trials = {}
+    for strategy, base in bases.items():
+        shorter = base.changed({"seed": TUNING_SEED, "rounds": max(1, base.rounds * 2 // 3)})
+        for rate in lr_grid:
+            trials[folders[strategy] / f"lr{rate:g}"] = shorter.changed({"training.lr": rate})
+    runs = play(trials)
 
     def merit(strategy: str, rate: float) -> float:
-        run = runs[trials[strategy, rate][0]]
+        run = runs[folders[strategy] / f"lr{rate:g}"]
         return run.metrics[0].merit(run.final.scores[run.metrics[0].name])
 
     return {

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from torch import Tensor
 
 from cocofl.errors import InvalidSetting, InvalidState, RunFolderProblem
+from cocofl.files import replacing, write_text
 from cocofl.fl.metrics import STATISTICS
 
 State = dict[str, Tensor]
@@ -215,7 +215,6 @@ class RunFolder:
             way_out = "continue it with --resume, or name another" if holds_run else "name another"
             raise RunFolderProblem(f"{path} exists already; {way_out} with --out")
         with _writing(path):
-            path.mkdir(parents=True, exist_ok=True)
             write_text(path / EXPERIMENT, experiment)
         return cls(path)
 
@@ -319,8 +318,7 @@ class RunFolder:
 
     def save_checkpoint(self, rounds_done: int, state: Mapping[str, Tensor]) -> None:
         """Keep the state after so many rounds, in place of the one before."""
-        with _writing(self.path):
-            write_state(self.path / CHECKPOINT, state, rounds_done)
+        self._write_state(CHECKPOINT, rounds_done, state)
 
     def rewind(self) -> tuple[int, State] | None:
         """The last checkpoint; what was logged after it is cut off. None if there is none yet."""
@@ -333,9 +331,14 @@ class RunFolder:
 
     def save_model(self, state: Mapping[str, Tensor], rounds_done: int) -> None:
         """Keep the final state, which ends the run."""
+        self._write_state(MODEL, rounds_done, state)
         with _writing(self.path):
-            write_state(self.path / MODEL, state, rounds_done)
             (self.path / CHECKPOINT).unlink(missing_ok=True)
+
+    def _write_state(self, name: str, rounds_done: int, state: Mapping[str, Tensor]) -> None:
+        content = state_bytes(state, {"rounds": str(rounds_done)})
+        with _writing(self.path), replacing(self.path / name) as file:
+            file.write(content)
 
     def check_model(self) -> None:
         """Complain about a final state that is cut off or none; its tensors are not read."""
@@ -366,37 +369,25 @@ def only_writer(path: Path) -> Iterator[None]:
     with _writing(path):
         if not path.exists():
             path.mkdir(parents=True, exist_ok=True)
-        held = _locked(path)
-    try:
-        yield
-    finally:
-        if held is not None:
-            os.close(held)
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that locks a folder until it is closed."""
     if sys.platform == "win32":
-        return None
+        yield
+        return
     import fcntl  # noqa: PLC0415 - it is not everywhere
 
-    held = os.open(path, os.O_RDONLY)
+    with _writing(path):
+        held = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunFolderProblem(
+                f"another process is writing the run in {path}; let it end, or name another folder"
+            ) from error
+        except OSError:
+            pass
+        yield
+    finally:
         os.close(held)
-        raise RunFolderProblem(
-            f"another process is writing the run in {path}; let it end, or name another folder"
-        ) from error
-    except OSError:
-        pass
-    return held
-
-
-def write_state(path: Path, state: Mapping[str, Tensor], rounds_done: int) -> None:
-    """Write a state whole or not at all, and only then under its name."""
-    content = state_bytes(state, {"rounds": str(rounds_done)})
-    _replace(path, lambda file: file.write(content))
 
 
 def state_bytes(state: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
@@ -434,24 +425,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError, ValueError) as error:
         raise InvalidState(f"cannot read {path} as safetensors: {error}") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text whole or not at all."""
-    _replace(path, lambda file: file.write(text.encode()))
-
-
-def _replace(path: Path, write: Callable[[Any], Any]) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-        try:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-            os.chmod(f.name, 0o644)
-            os.replace(f.name, path)
-        except BaseException:
-            os.unlink(f.name)
-            raise
 
 
 @contextmanager
@@ -501,5 +474,5 @@ def _cut_lines(path: Path, count: int) -> None:
             f"{path} has {len(lines)} lines, but the checkpoint beside it is of round {count}"
         )
     if len(lines) > count:
-        with _writing(path.parent):
-            _replace(path, lambda file: file.write(b"".join(lines[:count])))
+        with _writing(path.parent), replacing(path) as file:
+            file.writelines(lines[:count])

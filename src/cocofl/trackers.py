@@ -16,23 +16,18 @@ from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.runlog import RoundRecord
 
-Log = Callable[[Mapping[str, float], int], Any]
-
 
 @dataclass(frozen=True)
 class Tracker:
     """A watcher that hands the numbers of every round to a tracking library."""
 
-    log: Log
-    end: Callable[[], Any]
+    log: Callable[[Mapping[str, float], int], Any]
+    on_end: Callable[[], Any]
+    """Lets the library finish its files."""
 
     def on_round(self, record: RoundRecord) -> None:
         """Log what is a number, groups one by one."""
         self.log(numbers(record.to_json()), record.round)
-
-    def on_end(self) -> None:
-        """Let the library finish its files."""
-        self.end()
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:

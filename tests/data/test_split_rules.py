@@ -12,7 +12,9 @@ GROUPS = [0, 1, 2] * 4
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    return data.load("digits", cache_dir=tmp_path_factory.mktemp("cache")).train
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COCOFL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return data.load("digits").train
 
 
 @pytest.mark.parametrize("name", ["iid", "dirichlet", "rc"])

@@ -17,9 +17,8 @@ from cocofl.models import MODELS
 from cocofl.profiling import shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
-from cocofl.profiling.subject import training_step
+from cocofl.profiling.subject import Settings, training_step
 from cocofl.profiling.table import SHIPPED, beside_head, spans_alone, spans_with_head
-from cocofl.profiling.workspace import Settings
 from cocofl.span import Blocks
 
 MODEL = "resnet10-digits"

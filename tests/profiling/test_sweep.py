@@ -16,8 +16,8 @@ from cocofl import ProfileTable, Span, all_spans
 from cocofl.errors import InvalidSetting, ProfilingFailed
 from cocofl.profiling import Cost
 from cocofl.profiling.measure import measure, prepare_apart
+from cocofl.profiling.subject import STEPS, WIDTHS, Settings
 from cocofl.profiling.sweep import Entry, Progress, drift, sweep
-from cocofl.profiling.workspace import STEPS, WIDTHS, Settings
 
 OWN = """
 import torch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cocofl.report.bubbles import MAX_DEVICES_SHOWN, bubble_chart, save_bubble_chart
+from cocofl.report.drawing import MAX_DEVICES_SHOWN, bubble_chart, save_bubble_chart
 from cocofl.report.palette import GROUPS as COLOURS
 from cocofl.report.sources import Holdings
 

@@ -11,7 +11,7 @@ from cocofl import ProfileTable, Span, all_spans
 from cocofl.cli.profiling import chain_picture
 from cocofl.errors import CocoflError
 from cocofl.profiling import Cost
-from cocofl.report.profiles import save_profile_figures, trainable_blocks
+from cocofl.report.drawing import save_profile_figures, trainable_blocks
 
 
 def spans(variant: str = "qff", factor: float = 1.0) -> ProfileTable:

@@ -142,8 +142,8 @@ def test_a_command_gives_the_same_experiment(tmp_path: Path) -> None:
             spans=str(table),
             widths="analytic",
         ),
-        *plans.ablation(paper(), limits=[0.25], seeds=1, rounds=100),
-        *plans.selectors(paper(), limits=[0.2], seeds=1),
+        *plans.over_limits(paper(), "ablation", limits=[0.25], seeds=1, rounds=100),
+        *plans.over_limits(paper(), "selectors", limits=[0.2], seeds=1),
     ]
     labels = [one.name.label for one in planned]
     assert labels[:4] == ["cocofl", "cocofl.x64 mobilenet", "fjord", "fjord.analytic"]
@@ -156,8 +156,12 @@ def test_a_command_gives_the_same_experiment(tmp_path: Path) -> None:
 
 
 def test_studies_share_runs() -> None:
-    ablation = {one.name for one in plans.ablation(paper(), limits=[0.2, 0.3], seeds=1)}
-    selection = {one.name for one in plans.selectors(paper(), limits=[0.2, 0.3], seeds=1)}
+    ablation = {
+        one.name for one in plans.over_limits(paper(), "ablation", limits=[0.2, 0.3], seeds=1)
+    }
+    selection = {
+        one.name for one in plans.over_limits(paper(), "selectors", limits=[0.2, 0.3], seeds=1)
+    }
     assert len(ablation) == 10  # f once, ff and qff with and without gains
     assert len(selection) == 14
     assert {name.label for name in ablation & selection} == {"limit0.2-qff", "limit0.3-qff"}
@@ -320,8 +324,8 @@ def test_the_ablations_have_tables_and_figures(
 ) -> None:
     some = {
         one.name: one
-        for make in (plans.ablation, plans.selectors)
-        for one in make(files, limits=[0.2, 0.4], seeds=1)
+        for study in plans.OVER_LIMITS
+        for one in plans.over_limits(files, study, limits=[0.2, 0.4], seeds=1)
     }
     for planned in some.values():
         made_up(planned, tmp_path / "out")

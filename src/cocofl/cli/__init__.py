@@ -74,14 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         else:
-            print(_message(error), file=sys.stderr)
+            failed = f"failed: {type(error).__name__}: {error} (--debug shows where)"
+            mistake = isinstance(error, CocoflError)
+            print(f"error: {error}" if mistake else failed, file=sys.stderr)
         sys.exit(2 if isinstance(error, CocoflError) else 1)
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, CocoflError):
-        return f"error: {error}"
-    return f"failed: {type(error).__name__}: {error} (--debug shows where)"
 
 
 @app.callback()

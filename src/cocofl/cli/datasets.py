@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from cocofl import data
 from cocofl.cli.printing import Json, check_writable, print_json, print_text_table, starting
-from cocofl.errors import InvalidSetting
 from cocofl.named import vouch_for
 from cocofl.report.sources import Holdings, printable
 from cocofl.report.tables import TextTable
@@ -39,21 +38,13 @@ def data_list(data_dir: DataDir = None, as_json: Json = False) -> None:
         print_json([asdict(listing) for listing in listings])
         return
     place = {"ready": "ready", "here": "here", "hub": "on the Hub", "missing": "not here"}
-    lines = tuple(
-        (
-            entry.name,
-            entry.task,
-            *(
-                f"{count:,}".replace(",", " ")
-                for count in (entry.train_samples, entry.test_samples, entry.num_classes)
-            ),
-            f"{place[entry.state]}: {entry.place}",
-        )
-        for entry in listings
-    )
-    print_text_table(
-        TextTable("", ("name", "task", "train", "test", "classes", "available"), lines)
-    )
+    lines = []
+    for entry in listings:
+        counts = (entry.train_samples, entry.test_samples, entry.num_classes)
+        spaced = (f"{count:,}".replace(",", " ") for count in counts)
+        lines.append((entry.name, entry.task, *spaced, f"{place[entry.state]}: {entry.place}"))
+    header = ("name", "task", "train", "test", "classes", "available")
+    print_text_table(TextTable("", header, tuple(lines)))
 
 
 @data_app.command("show")
@@ -83,7 +74,7 @@ def data_show(
     Example: cocofl data show digits --split rc --alpha 0.1 --devices 30
     """
     # Drawing takes longer to import than everything else here.
-    from cocofl.report.bubbles import save_bubble_chart  # noqa: PLC0415
+    from cocofl.report.drawing import save_bubble_chart  # noqa: PLC0415
 
     path = out or Path(f"{name.replace(':', '.')}-{split}.png")
     check_writable(path, "--out")
@@ -92,7 +83,8 @@ def data_show(
     group_of = data.partition.equal_groups(devices, groups, seed)
     rule = data.Rule(split, alpha, not unequal)
     partition = data.divide(train, devices, seed, rule, group_of)
-    held = _holdings(train, partition, group_of, seed)
+    names = GROUPS_OF_THREE if groups == 3 else tuple(f"group {one}" for one in range(groups))
+    held = Holdings.of(train, partition, group_of, names, seed)
     with_alpha = f", alpha {alpha:g}" if split in ("dirichlet", "rc", "rc-mixed") else ""
     title = f"{name}: {split}{with_alpha}, {devices} devices, seed {seed}"
     save_bubble_chart(path, held, title)
@@ -117,17 +109,6 @@ def data_show(
         each = f"{low if low == high else f'{low} to {high}'} samples each"
         print(f"{devices} devices with {each}; {len(partition.remainder)} left over.")
         print(f"Chart: {path}")
-
-
-def _holdings(
-    train: data.Split, partition: data.Partition, group_of: NDArray[np.int64], seed: int
-) -> Holdings:
-    if train.facts.labels != "classes":
-        raise InvalidSetting(f"the labels are {train.facts.labels}: only classes can be shown")
-    counts = data.partition.class_counts(partition, train.labels, train.facts.num_classes)
-    groups = int(group_of.max()) + 1
-    names = GROUPS_OF_THREE if groups == 3 else tuple(f"group {one}" for one in range(groups))
-    return Holdings(counts, group_of, tuple(train.facts.class_names), names, seed)
 
 
 def _group_counts(held: Holdings) -> NDArray[np.int64]:

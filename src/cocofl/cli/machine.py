@@ -20,7 +20,7 @@ from cocofl.data.origin import DATA_VARIABLE, cache_dir
 from cocofl.errors import DataNotFound
 from cocofl.freeze.kernels import KERNELS, safe_weight_bits, why_not
 from cocofl.profiling import shipped
-from cocofl.profiling.hardware import cpu_name
+from cocofl.profiling.table import cpu_name
 
 # What int8 and bfloat16 arithmetic is fast with.
 CPU_FEATURES = (
@@ -100,16 +100,17 @@ def _data() -> list[Finding]:
         listings = [data.listing(name) for name in data.REGISTRY]
     except DataNotFound as error:
         return [Finding("data", "bad", str(error))]
-    here = [entry.name for entry in listings if entry.state in ("ready", "here")]
-    hub = [entry.name for entry in listings if entry.state == "hub"]
-    rest = [entry.name for entry in listings if entry.state == "missing"]
+    here, hub, rest = (
+        ", ".join(entry.name for entry in listings if entry.state in states)
+        for states in (("ready", "here"), ("hub",), ("missing",))
+    )
     folder = cache_dir()
     at = next((path for path in (folder, *folder.parents) if path.exists()), None)
     free = f", {shutil.disk_usage(at).free / 1e9:.0f} GB free" if at else ""
     findings = [
-        Finding("data here", "good", ", ".join(here)),
-        Finding("data on the Hub", "note", ", ".join(hub)),
-        Finding("data not found", "note", ", ".join(rest)),
+        Finding("data here", "good", here),
+        Finding("data on the Hub", "note", hub),
+        Finding("data not found", "note", rest),
         Finding(DATA_VARIABLE, "note", os.environ.get(DATA_VARIABLE, "") or "not set"),
         Finding("cache", "good", f"{folder}{free}"),
     ]

@@ -24,24 +24,17 @@ Trust = Annotated[
 ]
 
 
-def right(name: str) -> Column:
-    """A column of numbers."""
-    return Column(name, justify="right")
-
-
 def print_table(table: Table) -> None:
     """Print a table as wide as it needs to be."""
-    console = Console()
     # A pipe has no width; rich would cut the columns to 80 characters.
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(table)
+    Console(width=None if Console().is_terminal else 200).print(table)
 
 
 def print_text_table(shown: TextTable) -> None:
     """Print a table of texts, which may come from files, and its notes."""
-    table = Table(escape(shown.header[0]), *map(right, map(escape, shown.header[1:])))
-    table.title = escape(shown.title)
+    first, *others = map(escape, shown.header)
+    numbers = (Column(name, justify="right") for name in others)
+    table = Table(first, *numbers, title=escape(shown.title))
     for line in shown.lines:
         table.add_row(*map(escape, line))
     print_table(table)

@@ -23,8 +23,8 @@ from cocofl.named import vouch_for
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
+from cocofl.profiling.subject import Settings
 from cocofl.profiling.sweep import Progress, sweep
-from cocofl.profiling.workspace import Settings
 from cocofl.report.tables import TextTable
 from cocofl.span import Blocks, Role
 
@@ -97,7 +97,7 @@ def profile(
 def _draw(plot: Path, table: ProfileTable, more: Sequence[str], kind: str) -> None:
     """Figures of a table and others, without those that ship and are of the same kind."""
     # Drawing takes longer to import than everything else here.
-    from cocofl.report.profiles import save_profile_figures  # noqa: PLC0415
+    from cocofl.report.drawing import save_profile_figures  # noqa: PLC0415
 
     same = [name for name in more if name.startswith("measured:") and name.endswith(f"/{kind}")]
     tables = [table, *(ProfileTable.load(name) for name in more if name not in same)]
@@ -105,11 +105,9 @@ def _draw(plot: Path, table: ProfileTable, more: Sequence[str], kind: str) -> No
 
 
 def _profile(settings: Settings, path: Path, *, fast: bool) -> None:
-    if fast:
-        steps: Iterator[Progress | ProfileTable] = fast_table(settings)
-    else:
-        n_blocks = len(settings.chain()[0])
-        steps = sweep(settings, path, n_blocks=n_blocks)
+    steps: Iterator[Progress | ProfileTable] = (
+        fast_table(settings) if fast else sweep(settings, path, n_blocks=len(settings.chain()[0]))
+    )
     last: Progress | ProfileTable | None = None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
@@ -118,12 +116,8 @@ def _profile(settings: Settings, path: Path, *, fast: bool) -> None:
         try:
             for last in steps:
                 if isinstance(last, Progress):
-                    bar.update(
-                        task,
-                        completed=last.done,
-                        total=last.total,
-                        description=f"{settings.model}, {_left(last.seconds_left)}",
-                    )
+                    said = f"{settings.model}, {_left(last.seconds_left)}"
+                    bar.update(task, completed=last.done, total=last.total, description=said)
         except KeyboardInterrupt:
             done = f"{last.done} of {last.total}" if isinstance(last, Progress) else "nothing"
             again = "nothing is kept of a fast profile; the same command begins anew"

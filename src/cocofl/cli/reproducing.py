@@ -13,15 +13,15 @@ import typer
 from cocofl.cli.printing import check_writable, numbers, print_text_table, stoppable, words
 from cocofl.cli.running import ProgressBar, drawing
 from cocofl.errors import InvalidSetting
+from cocofl.files import write_text
 from cocofl.fl.strategies import facts_of
 from cocofl.named import names_in, vouch_for
 from cocofl.report.tables import TextTable
 from cocofl.reproduction import collection as collections
-from cocofl.reproduction import plans, profiles, results, tables
+from cocofl.reproduction import plans, results, tables
 from cocofl.reproduction.collection import Collection
 from cocofl.reproduction.plans import Planned, missing, play
 from cocofl.reproduction.results import Result
-from cocofl.runlog import write_text
 
 reproduce_app = typer.Typer(
     name="reproduce",
@@ -143,7 +143,7 @@ def fairness(
     _carry_out(study, out=out, read=read, listed=listed, also=also)
 
 
-def _over_limits(name: str, default: Sequence[float], plan: Callable[..., list[Planned]]) -> Any:
+def _over_limits(name: str) -> Any:
     """A command that varies something at every limit of devices."""
 
     def command(
@@ -159,13 +159,13 @@ def _over_limits(name: str, default: Sequence[float], plan: Callable[..., list[P
         also: Also = None,
     ) -> None:
         files, n_seeds = _of_size(small, seeds)
-        chosen = _limits(limits) or list(default)
+        chosen = _limits(limits) or plans.OVER_LIMITS[name].limits
         study = Study(
             name,
             files,
             [files.ablation],
-            plan(files, chosen, n_seeds, rounds),
-            lambda found: [getattr(tables, name)(files, found, chosen)],
+            plans.over_limits(files, name, chosen, n_seeds, rounds),
+            lambda found: [tables.over_limits(files, found, name, chosen)],
             lambda figures, found: getattr(figures, name)(files, found, chosen, out / name),
         )
         _carry_out(study, out=out, read=read, listed=listed, also=also)
@@ -178,13 +178,13 @@ reproduce_app.command(
     help="""Freezing, fusion and int8 over the limit of devices, without and with what they save.
 
     Example: cocofl reproduce ablation --limits 0.25,0.4 --seeds 1""",
-)(_over_limits("ablation", plans.LIMITS, plans.ablation))
+)(_over_limits("ablation"))
 reproduce_app.command(
     "selectors",
     help="""Ways to select what a device trains, over the limit of devices.
 
     Example: cocofl reproduce selectors --limits 0.2 --seeds 1""",
-)(_over_limits("selectors", plans.SELECTOR_LIMITS, plans.selectors))
+)(_over_limits("selectors"))
 
 
 @reproduce_app.command()
@@ -197,13 +197,12 @@ def profiling(
 
     Example: cocofl reproduce profiling --model mobilenet
     """
-    costs = profiles.tables_of(model, table)
+    costs = tables.tables_of(model, table)
     if not costs:
         raise InvalidSetting(f"no table of {model} ships with the package; give one with --table")
-    shown = profiles.savings(costs)
+    shown = tables.savings(costs)
     print_text_table(shown)
     check_writable(out / "profiling.md", "--out")
-    out.mkdir(parents=True, exist_ok=True)
     write_text(out / "profiling.md", shown.markdown())
     write_text(out / "profiling.csv", shown.csv())
     print(f"written: {out / 'profiling'}.md and .csv")

@@ -137,11 +137,12 @@ def compare(
     if not out.exists():
         check_writable(out, "--out")
     with stoppable(out, "the same command with --resume"), ProgressBar(experiment) as bar:
-        comparison = compare_strategies(
+        runs = compare_strategies(
             experiment,
             strategies=words(strategies),
             seeds=range(experiment.seed, experiment.seed + seeds),
-            splits=words(splits) if splits else (["rc", "iid"] if file is None else None),
+            splits=words(splits or "")
+            or (["rc", "iid"] if file is None else [experiment.data.split]),
             lr_grid=grid,
             out=out,
             resume=resume,
@@ -149,7 +150,7 @@ def compare(
             announce=bar.announce,
         )
     drawn = report_of(out) if page else ""
-    scenes = arrange(comparison.runs)
+    scenes = arrange(runs)
     if as_json:
         rows = [row for scene in scenes for row in _rows(scene)]
         print_json({"path": str(out), "lr_grid": grid, "rows": rows})
@@ -157,7 +158,8 @@ def compare(
     for scene in scenes:
         print_text_table(summary_table(scene, costs=False))
     leads = [f"{one.title}: {text}" for one in scenes if (text := margins_text(one))]
-    served = [f"table of {name}: {table}" for name, table in comparison.tables.items()]
+    tables = {run.experiment.strategy.name: run.folder.about["tables"].values() for run in runs}
+    served = [f"table of {name}: {'; '.join(found)}" for name, found in tables.items()]
     tried = ", ".join(f"{lr:g}" for lr in grid)
     chosen = f"learning rate: for each strategy and split the best of {tried}, by another seed"
     print("\n".join([*leads, *served, *[chosen] * bool(grid), f"runs: {out}", drawn]).rstrip())
@@ -178,15 +180,8 @@ def evaluate(
     Example: cocofl evaluate runs/quickstart --statistics batch
     """
     vouch_for(*[EVERYTHING] * trust, data or "")
-    changes: dict[str, Any] = {
-        key: str(value)
-        for key, value in (
-            ("data.name", data),
-            ("data.dir", data_dir),
-            ("evaluation.statistics", statistics),
-        )
-        if value is not None
-    }
+    asked = {"data.name": data, "data.dir": data_dir, "evaluation.statistics": statistics}
+    changes = {key: str(value) for key, value in asked.items() if value is not None}
     found = evaluate_run(path, changes=changes)
     if as_json:
         print_json(found)
@@ -268,41 +263,29 @@ def drawing() -> Iterator[None]:
         ) from error
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """Rounds, the first metric and time left, on a terminal; silent elsewhere."""
 
     def __init__(self, experiment: Experiment) -> None:
         console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        described = TextColumn("{task.description}")
+        super().__init__(described, *columns, console=console, disable=not console.is_terminal)
         self._name = experiment.strategy.name
-        self._task = self._bar.add_task(self._name, total=experiment.rounds)
+        self._task = self.add_task(self._name, total=experiment.rounds)
         self._headline = metric(experiment.evaluation.metrics[0]).facts
         self._found = ""
-
-    def __enter__(self) -> ProgressBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def announce(self, name: str, rounds: int) -> None:
         """Another run begins."""
         self._name, self._found = name, ""
-        self._bar.reset(self._task, total=rounds, description=name)
+        self.reset(self._task, total=rounds, description=name)
 
     def on_round(self, record: RoundRecord) -> None:
         """Move on."""
         self._found = " ".join(self._headline.found_in(record.scores)) or self._found
         description = f"{self._name} {self._found}".rstrip()
-        self._bar.update(self._task, completed=record.round, description=description)
+        self.update(self._task, completed=record.round, description=description)
 
     def on_end(self) -> None:
         """Nothing is left to show."""

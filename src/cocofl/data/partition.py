@@ -86,9 +86,8 @@ def dirichlet(
 ) -> Partition:
     """Divide each class over the devices in Dirichlet proportions (Hsu et al., 2019).
 
-    The smaller ``alpha``, the fewer classes a device sees. With ``equal`` (the paper's rule) the
-    draw puts the samples in the devices' order, each device's own shuffled, and equal shares are
-    cut from that order: what exceeds a device's share goes to the next device.
+    The smaller ``alpha``, the fewer classes a device sees. With ``equal`` what exceeds a device's
+    share goes to the next device.
 
     >>> split = dirichlet([0, 1] * 50, devices=4, seed=1, alpha=0.1)
     >>> split.sizes.tolist()

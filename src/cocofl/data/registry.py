@@ -107,13 +107,7 @@ class Listing:
     """Where it is, or how to get it."""
 
 
-def load(
-    name: str = "digits",
-    *,
-    data_dir: Folder = None,
-    preset: str = "standard",
-    cache_dir: Folder = None,
-) -> DataSet:
+def load(name: str = "digits", *, data_dir: Folder = None, preset: str = "standard") -> DataSet:
     """Load a data set by name, or one's own by ``package.module:function``.
 
     From the cache if it is there, whole and made of the same files; otherwise from ``data_dir``
@@ -124,13 +118,13 @@ def load(
     if ":" in name:
         roots = origins.data_dirs(data_dir)
         drafts, checksum = read_own(name, roots[0] if roots else None)
-        paths = _cache_paths(f"own/{name.replace(':', '.')}", checksum, cache_dir)
+        paths = _cache_paths(f"own/{name.replace(':', '.')}", checksum)
         return _load_or_build(name, paths, lambda: nullcontext(drafts))
     source = find_source(name)
     if preset not in PRESETS:
         raise DataNotFound(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
     origin = locate(name, source, data_dir)
-    paths = _cache_paths(name, f"{preset}-{origin.fingerprint()}", cache_dir)
+    paths = _cache_paths(name, f"{preset}-{origin.fingerprint()}")
     return _load_or_build(name, paths, lambda: _builder(source)(origin, preset))
 
 
@@ -174,7 +168,7 @@ def locate(name: str, source: Source, data_dir: Folder) -> Origin:
     return Origin(None, source.hub)
 
 
-def listing(name: str, *, data_dir: Folder = None, cache_dir: Folder = None) -> Listing:
+def listing(name: str, *, data_dir: Folder = None) -> Listing:
     """Where a data set would come from here, and how large it is, without loading it."""
     source = find_source(name)
     known = Listing(name, source.task, *source.samples, source.num_classes, "missing", "")
@@ -184,7 +178,7 @@ def listing(name: str, *, data_dir: Folder = None, cache_dir: Folder = None) -> 
     except DataNotFound:
         get = f"download {source.hub} from the Hub into {roots[0]}/{source.hub}" if roots else ""
         return replace(known, place=source.how_to_get or get)
-    paths = _cache_paths(name, f"standard-{origin.fingerprint()}", cache_dir)
+    paths = _cache_paths(name, f"standard-{origin.fingerprint()}")
     place = f"with {source.package}" if source.package else str(origin.folder or origin.hub)
     try:
         train, test = (open_split(paths[split]) for split in SPLITS)
@@ -211,9 +205,8 @@ def _builder(source: Source) -> Callable[[Origin, str], AbstractContextManager[d
 # --- caching -------------------------------------------------------------------------------------
 
 
-def _cache_paths(name: str, key: str, cache_dir: Folder) -> dict[str, Path]:
-    folder = Path(cache_dir) if cache_dir is not None else origins.cache_dir()
-    return {split: folder / name / f"{key}-{split}.safetensors" for split in SPLITS}
+def _cache_paths(name: str, key: str) -> dict[str, Path]:
+    return {split: origins.cache_dir() / name / f"{key}-{split}.safetensors" for split in SPLITS}
 
 
 def _load_or_build(

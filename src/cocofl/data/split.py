@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import uuid
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cocofl.errors import InvalidData
+from cocofl.files import replacing
 
 SPLITS = ("train", "test")
 # Raise the number when what a data set's function makes changes: caches of the old are rebuilt.
@@ -119,23 +118,10 @@ class Split:
 
 
 def write_split(path: Path, draft: Draft) -> Facts:
-    """Write a split under its final name in one step, and return its facts with the statistics.
-
-    The file gets its name only once it is complete and on the disk, so a process that dies on the
-    way leaves a stray temporary file and never half a split.
-    """
+    """Write a split whole or not at all, and return its facts with the statistics."""
     labels = check_labels(draft.labels, draft.facts, draft.where or path.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with partial.open("wb") as file:
-            facts = _write(file, draft, labels)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return facts
+    with replacing(path) as file:
+        return _write(file, draft, labels)
 
 
 def open_split(path: Path, *, verify: bool = False) -> Split:
@@ -220,7 +206,7 @@ def number_owners(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, .
 # --- the file ------------------------------------------------------------------------------------
 
 
-def _write(file: BinaryIO, draft: Draft, labels: Array) -> Facts:
+def _write(file: IO[bytes], draft: Draft, labels: Array) -> Facts:
     small = {"labels": labels.astype(labels.dtype.newbyteorder("<"))}
     if draft.owners is not None:
         assert len(draft.owners) == len(labels)

@@ -143,21 +143,22 @@ def _draft(
     class_names: tuple[str, ...],
     labels: NDArray[Any],
     shape: Shape,
-    inputs: Iterable[Pixels],
+    images: Iterable[bytes] | list[Pixels],
     where: str,
-    *,
-    channels: int = 0,
     owner_kind: str = "",
     owner_of: Sequence[str] = (),
 ) -> Draft:
-    codes, names = number_owners(owner_of) if owner_kind else (None, ())
+    """Of image files, or of pixels; images with owners are scaled, and shown in three channels."""
+    owned = bool(owner_kind)
+    codes, names = number_owners(owner_of) if owned else (None, ())
     facts = Facts(
         "image",
         class_names,
-        channels=channels or shape[-1],
+        channels=3 if owned else shape[-1],
         owner_kind=owner_kind,
         owner_names=names,
     )
+    inputs = images if isinstance(images, list) else decode_all(images, shape, where, resize=owned)
     return Draft(facts, labels, shape, inputs, owners=codes, where=where)
 
 
@@ -168,7 +169,7 @@ def _table_draft(
     label_columns: Sequence[str],
     owner: tuple[str, str] | None = None,
 ) -> Draft:
-    """With an ``owner`` (its kind and column) images of any size, scaled, in three channels."""
+    """``owner`` is the kind of owners and their column."""
     image_column, label_column = table.column("img", "image"), table.column(*label_columns)
     names = table.class_names(label_column) or class_names
     if len(names) != len(class_names):
@@ -176,16 +177,9 @@ def _table_draft(
             f"{table.where} names {len(names)} classes in column {label_column}, "
             f"expected {len(class_names)}. Is this the right data set?"
         )
-    encoded = table.encoded_images(image_column)
-    labels, where = table.ints(label_column), table.where
-    if owner is None:
-        return _draft(names, labels, shape, decode_all(encoded, shape, where), where)
-    kind, column = owner
-    owner_of = table.strings(table.column(column))
-    inputs = decode_all(encoded, shape, where, resize=True)
-    return _draft(
-        names, labels, shape, inputs, where, channels=3, owner_kind=kind, owner_of=owner_of
-    )
+    owners = (owner[0], table.strings(table.column(owner[1]))) if owner else ()
+    images, labels = table.encoded_images(image_column), table.ints(label_column)
+    return _draft(names, labels, shape, images, table.where, *owners)
 
 
 def _folder_draft(folder: Path) -> Draft:
@@ -202,8 +196,7 @@ def _folder_draft(folder: Path) -> Draft:
     ]
     labels = np.repeat(np.arange(len(per_class)), [len(files) for files in per_class])
     encoded = (path.read_bytes() for path in itertools.chain.from_iterable(per_class))
-    shape, where = (32, 32, 3), str(folder)
-    return _draft(CIFAR10_NAMES, labels, shape, decode_all(encoded, shape, where), where)
+    return _draft(CIFAR10_NAMES, labels, (32, 32, 3), encoded, str(folder))
 
 
 def _nih_draft(folder: Path, split: str, kept: Callable[[str, int, str], Ints]) -> Draft:
@@ -229,12 +222,8 @@ def _nih_draft(folder: Path, split: str, kept: Callable[[str, int, str], Ints]) 
     rows = [rows[row] for row in kept(split, len(rows), str(folder))]
     labels = np.array([int(finding != "No Finding") for _, finding, _ in rows])
     encoded = (place[name].read_bytes() for name, _, _ in rows)
-    shape, patients = (256, 256, 1), [patient for _, _, patient in rows]
-    inputs = decode_all(encoded, shape, str(folder), resize=True)
-    return _draft(
-        XCHEST_NAMES, labels, shape, inputs, str(folder),
-        channels=3, owner_kind="patient", owner_of=patients,
-    )  # fmt: skip
+    patients = [patient for _, _, patient in rows]
+    return _draft(XCHEST_NAMES, labels, (256, 256, 1), encoded, str(folder), "patient", patients)
 
 
 def _find(folder: Path, pattern: str) -> Path:
@@ -264,10 +253,8 @@ def _leaf_draft(folder: Path, split: str) -> Draft:
             labels.append(user_labels)
             writers += [user] * len(user_labels)
     where = str(files[0].parent)
-    return _draft(
-        FEMNIST_NAMES, np.concatenate(labels), (32, 32, 1), inputs, where,
-        channels=3, owner_kind="writer", owner_of=writers,
-    )  # fmt: skip
+    codes = np.concatenate(labels)
+    return _draft(FEMNIST_NAMES, codes, (32, 32, 1), inputs, where, "writer", writers)
 
 
 def _users(path: Path) -> dict[str, Any]:
@@ -329,7 +316,7 @@ def decode(data: bytes, shape: Shape, where: str, *, resize: bool) -> Pixels:
 
 
 def decode_all(
-    encoded: Iterable[bytes], shape: Shape, where: str, *, resize: bool = False
+    encoded: Iterable[bytes], shape: Shape, where: str, *, resize: bool
 ) -> Iterator[Pixels]:
     """Images in chunks of a few megabytes, so that a data set never has to fit in memory."""
     chunk_images = max(1, CHUNK_BYTES // int(np.prod(shape)))

@@ -14,7 +14,7 @@ from cocofl.engine.executor import Executor
 from cocofl.engine.workers import Workers
 from cocofl.errors import InvalidExperiment
 from cocofl.freeze import KernelPlan
-from cocofl.profiling.hardware import Hardware
+from cocofl.profiling.table import Hardware
 
 
 def make_executor(experiment: Experiment) -> Executor:

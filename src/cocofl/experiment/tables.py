@@ -14,8 +14,8 @@ from cocofl.fl.local import Workshop
 from cocofl.freeze.state import block_state
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.subject import Settings
 from cocofl.profiling.table import Configuration
-from cocofl.profiling.workspace import Settings
 
 
 class ExperimentTables:

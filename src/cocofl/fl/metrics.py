@@ -73,7 +73,12 @@ class MetricFacts:
     @property
     def heading(self) -> str:
         """Of a column, or beside an axis."""
-        return f"{self.name} / %" if self.is_share else self.name
+        return f"{self.name}{self.unit}"
+
+    @property
+    def unit(self) -> str:
+        """What stands behind the name of a number in a heading."""
+        return " / %" if self.is_share else ""
 
     def number(self, value: float) -> str:
         """A value below its heading.

@@ -6,8 +6,6 @@ A plan makes a second run use the same kernels as the first, which bit-equal res
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from cocofl.errors import InvalidSetting, KernelMissing
+from cocofl.files import write_text
 from cocofl.freeze.kernels import (
     KERNELS,
     REFERENCE,
@@ -65,10 +64,7 @@ class KernelPlan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
         text = json.dumps({"format": _FORMAT, "choices": self._choices}, indent=1, sort_keys=True)
-        folder = Path(path).absolute().parent
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            file.write(text + "\n")
-        os.replace(file.name, path)
+        write_text(Path(path), text + "\n")
 
     @classmethod
     def load(cls, path: str | Path, *, fixed: bool = True) -> KernelPlan:

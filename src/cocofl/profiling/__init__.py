@@ -1,6 +1,5 @@
 """What a device can train: profile tables, how they are measured, predicted or computed."""
 
-from cocofl.profiling.hardware import Hardware
-from cocofl.profiling.table import Cost, ProfileTable, shipped
+from cocofl.profiling.table import Cost, Hardware, ProfileTable, shipped
 
 __all__ = ["Cost", "Hardware", "ProfileTable", "shipped"]

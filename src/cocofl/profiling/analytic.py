@@ -23,9 +23,16 @@ from torch.utils.flop_counter import flop_registry
 from cocofl.chain import BlockChain
 from cocofl.errors import CocoflError, InvalidSetting
 from cocofl.freeze import freeze, upload_sizes
-from cocofl.profiling.subject import Inputs, Subject
+from cocofl.profiling.subject import (
+    LEVELS,
+    STEPS,
+    Inputs,
+    Settings,
+    Subject,
+    interpolated,
+    six_digits,
+)
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
-from cocofl.profiling.workspace import LEVELS, STEPS, Settings, interpolated, six_digits
 from cocofl.span import Blocks, Role, Span
 
 

@@ -26,19 +26,18 @@ from numpy.typing import NDArray
 from cocofl.allocator import keep_freed_memory
 from cocofl.freeze import freeze, upload_sizes
 from cocofl.profiling.analytic import DEVICES, BlockWork, block_seconds, block_work
-from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.memory import Build, MemoryModel, peak_tensor_bytes
-from cocofl.profiling.subject import training_step
-from cocofl.profiling.sweep import Progress
-from cocofl.profiling.table import Configuration, Cost, ProfileTable
-from cocofl.profiling.workspace import (
+from cocofl.profiling.subject import (
     LEVELS,
     WIDTHS,
     Settings,
     interpolated,
     kernel_plan,
     measured_state,
+    training_step,
 )
+from cocofl.profiling.sweep import Progress
+from cocofl.profiling.table import Configuration, Cost, Hardware, ProfileTable
 from cocofl.rng import stream
 from cocofl.span import Blocks, Role, Span
 
@@ -66,21 +65,6 @@ class TimeModel:
     def step_s(self, trained: Blocks) -> float:
         """The time of one step when these blocks are trained."""
         return float(_features(trained, self.output_bytes) @ self.costs)
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Answers for any set of blocks what training it costs."""
-
-    time: TimeModel
-    memory: MemoryModel
-    upload_bytes: Sequence[int]
-
-    def cost(self, trained: Blocks) -> Cost:
-        """Step time, tensor peak and upload volume of a set of blocks."""
-        trained.check_fits(len(self.upload_bytes))
-        upload = sum(self.upload_bytes[block] for block in trained)
-        return Cost(self.time.step_s(trained), None, self.memory.peak_bytes(trained), upload)
 
 
 def fast_table(
@@ -112,12 +96,13 @@ def fast_table(
     )
     times = fit(block_work(chain, inputs), settings.variant, {key: seconds[key] for key in fitted})
     error = _error([times.step_s(key) / seconds[key] - 1 for key in checks], len(fitted))
-    model = CostModel(times, memory, upload_sizes(chain, scales=settings.integers))
+    sizes = upload_sizes(chain, scales=settings.integers)
     costs: dict[Configuration, Cost] = {}
     for blocks in wanted:
-        cost = model.cost(blocks)
         # What was measured is better than what is predicted from it.
-        costs[blocks] = cost._replace(step_s=seconds.get(blocks, cost.step_s))
+        step_s = seconds.get(blocks) or times.step_s(blocks)
+        upload = sum(sizes[block] for block in blocks)
+        costs[blocks] = Cost(step_s, None, memory.peak_bytes(blocks), upload)
     hardware = Hardware.here(settings.threads, plan.choices)
     yield settings.table(costs, n, source="fast", hardware=hardware, error=error)
 

@@ -30,9 +30,15 @@ from cocofl.allocator import keep_freed_memory
 from cocofl.errors import CocoflError, ProfilingFailed
 from cocofl.freeze import freeze, upload_sizes
 from cocofl.profiling.memory import peak_tensor_bytes
-from cocofl.profiling.subject import training_step
+from cocofl.profiling.subject import (
+    Settings,
+    load_plan,
+    load_settings,
+    load_state,
+    prepare,
+    training_step,
+)
 from cocofl.profiling.table import Configuration, Cost
-from cocofl.profiling.workspace import Settings, load_plan, load_settings, load_state, prepare
 from cocofl.span import Blocks, Span
 
 STEPS = 16

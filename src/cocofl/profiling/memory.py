@@ -30,15 +30,32 @@ Build = Callable[[Blocks], FrozenNet]
 _PREFIX = "cocofl:"
 
 
+class Stretch(NamedTuple):
+    """How far a stretch rises above the bytes at its beginning, and what it leaves of them."""
+
+    rise: int
+    left: int
+
+
 class Timeline(NamedTuple):
     """Bytes alive after each allocation or release, and where the marks lie between these."""
 
     alive: list[int]
     marks: list[tuple[str, int]]
 
-    def find(self, name: str, begin: int = 0) -> int:
-        """The place of the first mark ``name`` at or after the place ``begin``."""
-        return next(place for mark, place in self.marks if mark == name and place >= begin)
+    def since(self, name: str) -> Timeline:
+        """What follows the mark ``name``."""
+        at = next(i for i, (mark, _) in enumerate(self.marks) if mark == name)
+        begin = self.marks[at][1]
+        later = [(mark, place - begin) for mark, place in self.marks[at:]]
+        return Timeline(self.alive[begin:], later)
+
+    def stretch(self, begin: str, end: str) -> Stretch:
+        """What happens between two marks."""
+        start = self.since(begin)
+        places = (place for mark, place in start.marks if mark == end)
+        alive = start.alive[: next(places) + 1]
+        return Stretch(max(alive) - alive[0], alive[-1] - alive[0])
 
 
 def mark(name: str) -> None:
@@ -72,7 +89,7 @@ def recorded(run: Callable[[], object]) -> Timeline:
 
 
 def recorded_step(build: Callable[[], nn.Module], inputs: Inputs) -> Timeline:
-    """Build a network, let it train a step, and record another one, from the mark "second" on.
+    """Build a network, let it train a step, and record another one.
 
     So what this step finds is there: gradients of the step before, the mini-batch, the network.
     """
@@ -84,7 +101,7 @@ def recorded_step(build: Callable[[], nn.Module], inputs: Inputs) -> Timeline:
         mark("second")
         step()
 
-    return recorded(run)
+    return recorded(run).since("second")
 
 
 def peak_tensor_bytes(build: Callable[[], nn.Module], inputs: Inputs) -> int:
@@ -92,8 +109,7 @@ def peak_tensor_bytes(build: Callable[[], nn.Module], inputs: Inputs) -> int:
 
     That is the network, its mini-batch and target, gradients, activations and all in between.
     """
-    timeline = recorded_step(build, inputs)
-    return max(timeline.alive[timeline.find("second") :])
+    return max(recorded_step(build, inputs).alive)
 
 
 def held_bytes(build: Callable[[], nn.Module]) -> int:
@@ -105,15 +121,7 @@ def held_bytes(build: Callable[[], nn.Module]) -> int:
         mark("built")
         del net
 
-    timeline = recorded(run)
-    return timeline.alive[timeline.find("built")]
-
-
-class Stretch(NamedTuple):
-    """How far a stretch rises above the bytes at its beginning, and what it leaves of them."""
-
-    rise: int
-    left: int
+    return recorded(run).since("built").alive[0]
 
 
 class MemoryModel:
@@ -124,10 +132,10 @@ class MemoryModel:
         gc.collect()
         gc.freeze()  # what is there already need not be searched for garbage each time
         try:
-            self._whole = _Step(build, inputs, Span(0, n_blocks))
+            self._whole = _of_span(build, inputs, Span(0, n_blocks))
             self._alone = [self._whole]
             if n_blocks > 1:
-                self._alone = [_Step(build, inputs, Span(i, i + 1)) for i in blocks]
+                self._alone = [_of_span(build, inputs, Span(i, i + 1)) for i in blocks]
             built = [held_bytes(partial(build, Span(i, n_blocks))) for i in blocks]
             trained = build(Span(0, n_blocks)).trained
         finally:
@@ -135,14 +143,15 @@ class MemoryModel:
         # Bytes that stay from step to step: of blocks, of the frozen ones before a block, of the
         # passing ones from a block on, and of all else.
         own = [_own_bytes(block) for block in trained]
-        self._gradients = [_gradient_bytes(block) for block in trained]
+        learnt = ([p for p in block.parameters() if p.requires_grad] for block in trained)
+        self._gradients = [sum(p.nbytes for p in parameters) for parameters in learnt]
         self._trained = [sum(both) for both in zip(own, self._gradients, strict=True)]
         self._frozen = [built[i] - sum(own[i:]) for i in blocks]
-        self._constant = self._whole.static - sum(self._trained)
+        self._constant = self._whole.alive[0] - sum(self._trained)
         self._passing = [0] * (n_blocks + 1)
         for i in blocks[:-1]:
             others = self._constant + self._trained[i] + self._frozen[i]
-            self._passing[i + 1] = self._alone[i].static - others
+            self._passing[i + 1] = self._alone[i].alive[0] - others
 
     def peak_bytes(self, trained: Blocks) -> int:
         """The peak when these blocks are trained.
@@ -197,27 +206,17 @@ class MemoryModel:
         return step.stretch(f"out {begin - 1}", "zero")
 
 
-class _Step:
-    """The recorded second step of one span."""
+def _of_span(build: Build, inputs: Inputs, span: Span) -> Timeline:
+    """A step whose trained blocks leave marks: entering the first, leaving each, and gradients."""
 
-    def __init__(self, build: Build, inputs: Inputs, span: Span) -> None:
-        self._timeline = recorded_step(lambda: _marking_blocks(build(span)), inputs)
-        self._begin = self._timeline.find("second")
-        self.static = self._timeline.alive[self._begin]
+    def marking() -> FrozenNet:
+        net = build(span)
+        net.trained[0].register_forward_pre_hook(lambda _module, _inputs: mark("in"))
+        for index, block in zip(net.blocks, net.trained, strict=True):
+            block.register_forward_hook(partial(_leave, index))
+        return net
 
-    def stretch(self, begin: str, end: str) -> Stretch:
-        """What happens between two marks of this step."""
-        a, b = (self._timeline.find(mark, self._begin) for mark in (begin, end))
-        alive = self._timeline.alive[a : b + 1]
-        return Stretch(max(alive) - alive[0], alive[-1] - alive[0])
-
-
-def _marking_blocks(net: FrozenNet) -> FrozenNet:
-    """Let trained blocks leave marks: entering the first, leaving each, gradients arriving."""
-    net.trained[0].register_forward_pre_hook(lambda _module, _inputs: mark("in"))
-    for index, block in zip(net.blocks, net.trained, strict=True):
-        block.register_forward_hook(partial(_leave, index))
-    return net
+    return recorded_step(marking, inputs)
 
 
 def _leave(index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -225,10 +224,6 @@ def _leave(index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
     outputs = output if isinstance(output, tuple) else (output,)
     main = next(o for o in outputs if isinstance(o, Tensor) and o.requires_grad)
     main.register_hook(lambda _gradient: mark(f"grad {index}"))
-
-
-def _gradient_bytes(block: nn.Module) -> int:
-    return sum(p.nbytes for p in block.parameters() if p.requires_grad)
 
 
 def _own_bytes(block: nn.Module) -> int:

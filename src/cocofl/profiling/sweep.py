@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cocofl.errors import InvalidSetting
-from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.measure import measure, prepare_apart
-from cocofl.profiling.table import Configuration, Cost
-from cocofl.profiling.workspace import WIDTHS, Settings, load_plan
+from cocofl.profiling.subject import WIDTHS, Settings, load_plan
+from cocofl.profiling.table import Configuration, Cost, Hardware
 from cocofl.rng import stream
 from cocofl.span import Blocks, Span
 
@@ -62,12 +61,16 @@ def sweep(
     wanted: list[Configuration] = [*(settings.spans(n_blocks) if spans else WIDTHS)]
     full: Configuration = Span(0, n_blocks) if spans else 1.0
     prepare_apart(folder, settings)
-    journal = _Journal(folder / "journal.jsonl", settings)
+    journal = folder / "journal.jsonl"
+    entries = _read_journal(journal, settings)
 
     def note(configuration: Configuration, *, anchor: bool) -> None:
-        journal.add(Entry(configuration, anchor, measure_one(folder, configuration)))
+        entry = Entry(configuration, anchor, measure_one(folder, configuration))
+        entries.append(entry)
+        with journal.open("a") as file:
+            file.write(json.dumps([configuration, anchor, *entry.cost], default=str) + "\n")
 
-    found = {entry.configuration for entry in journal.entries if not entry.anchor}
+    found = {entry.configuration for entry in entries if not entry.anchor}
     order = stream(0, "profiling.sweep").permutation(len(wanted))
     missing = [wanted[i] for i in order if wanted[i] not in found]
     done = len(wanted) - len(missing)
@@ -83,7 +86,7 @@ def sweep(
     if missing:
         note(full, anchor=True)
     hardware = Hardware.here(settings.threads, load_plan(folder).choices)
-    costs = _costs(journal.entries, full)
+    costs = _costs(entries, full)
     settings.table(costs, n_blocks, source="measured", hardware=hardware).save(out)
     shutil.rmtree(folder)
 
@@ -109,37 +112,28 @@ def drift(entries: Sequence[Entry]) -> list[float]:
     return [float(value) for value in pace]
 
 
-class _Journal:
-    """Measurements as they come, one JSON line each; a last line that was cut off is dropped."""
-
-    def __init__(self, path: Path, settings: Settings) -> None:
-        self._path = path
-        self.entries: list[Entry] = []
-        facts = {"settings": asdict(settings), "hardware": asdict(Hardware.here(settings.threads))}
-        head = json.loads(json.dumps(facts))  # as it will be read: a tuple becomes a list
-        if not path.exists():
-            path.write_text(json.dumps(head) + "\n")
-        whole, _, _cut = path.read_text().rpartition("\n")
-        first, *lines = whole.splitlines()
-        found = json.loads(first)
-        found["settings"].setdefault("head", False)  # journals of before there was one
-        if found != head:
-            raise InvalidSetting(
-                f"{path.parent} holds measurements of {_differences(found, head)}; remove that "
-                "folder to begin anew, or choose another --out"
-            )
-        path.write_text(whole + "\n")
-        for line in lines:
-            key, anchor, *cost = json.loads(line)
-            configuration = Blocks.parse(key) if isinstance(key, str) else float(key)
-            self.entries.append(Entry(configuration, bool(anchor), Cost(*cost)))
-
-    def add(self, entry: Entry) -> None:
-        """Append a measurement."""
-        self.entries.append(entry)
-        with self._path.open("a") as file:
-            line = [entry.configuration, entry.anchor, *entry.cost]
-            file.write(json.dumps(line, default=str) + "\n")
+def _read_journal(path: Path, settings: Settings) -> list[Entry]:
+    """What was measured so far, one JSON line each; a last line that was cut off is dropped."""
+    facts = {"settings": asdict(settings), "hardware": asdict(Hardware.here(settings.threads))}
+    head = json.loads(json.dumps(facts))  # as it will be read: a tuple becomes a list
+    if not path.exists():
+        path.write_text(json.dumps(head) + "\n")
+    whole, _, _cut = path.read_text().rpartition("\n")
+    first, *lines = whole.splitlines()
+    found = json.loads(first)
+    found["settings"].setdefault("head", False)  # journals of before there was one
+    if found != head:
+        raise InvalidSetting(
+            f"{path.parent} holds measurements of {_differences(found, head)}; remove that "
+            "folder to begin anew, or choose another --out"
+        )
+    path.write_text(whole + "\n")
+    entries = []
+    for line in lines:
+        key, anchor, *cost = json.loads(line)
+        configuration = Blocks.parse(key) if isinstance(key, str) else float(key)
+        entries.append(Entry(configuration, bool(anchor), Cost(*cost)))
+    return entries
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:

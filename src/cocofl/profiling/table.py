@@ -28,21 +28,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
+import platform
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cocofl.budget import Budget, bytes_text
 from cocofl.errors import InvalidSpan, InvalidTable, OtherHardware, TableMismatch
-from cocofl.profiling.hardware import Hardware
+from cocofl.files import write_text
 from cocofl.span import Blocks, Span, all_spans
 
 FORMAT = "cocofl profile table 1"
@@ -56,6 +57,45 @@ _TEXTS = ("model", "method", "variant", "backend")
 
 Floats = NDArray[np.float64]
 Configuration = Blocks | float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What step times depend on. ``plan`` is a short hash of the int8 kernel plan."""
+
+    cpu: str
+    threads: int
+    torch: str
+    plan: str = ""
+
+    @classmethod
+    def here(cls, threads: int | None = None, choices: Mapping[str, str] = {}) -> Hardware:
+        """This machine, with the threads and the kernel plan in use."""
+        used = torch.get_num_threads() if threads is None else threads
+        text = "\n".join(f"{signature}={kernel}" for signature, kernel in sorted(choices.items()))
+        plan = hashlib.sha256(text.encode()).hexdigest()[:8] if choices else ""
+        return cls(cpu_name(), used, _release(torch.__version__), plan)
+
+    def same_machine(self, other: Hardware) -> bool:
+        """Whether step times can be compared: the processor and the PyTorch release agree."""
+        return (self.cpu, _release(self.torch)) == (other.cpu, _release(other.torch))
+
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.threads} threads, torch {self.torch}"
+
+
+@cache
+def cpu_name() -> str:
+    """The processor as the system calls it."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _release(version: str) -> str:
+    """Without the build: 2.13.0+cpu is 2.13.0."""
+    return version.partition("+")[0]
 
 
 class Cost(NamedTuple):
@@ -104,9 +144,8 @@ class ProfileTable:
         configurations = tuple(sorted(costs))
         rows = tuple(costs[key] for key in configurations)
         by_rss = all(row.rss_bytes is not None for row in rows)
-        peaks = [row.rss_bytes if by_rss else row.tensor_bytes for row in rows]
-        pairs = zip(rows, peaks, strict=True)
-        amounts = np.array([(row.step_s, peak, row.upload_bytes) for row, peak in pairs], float)
+        peak = "rss_bytes" if by_rss else "tensor_bytes"
+        amounts = np.array([(r.step_s, getattr(r, peak), r.upload_bytes) for r in rows], float)
         everything = 1.0 if facts["method"] == "width" else Span(0, n_blocks)
         full = amounts[configurations.index(everything)]
         return cls(
@@ -148,7 +187,7 @@ class ProfileTable:
         """Write the table, whole or not at all."""
         if not self.costs:
             raise InvalidTable(f"{self.name} holds fractions only; it stays in its own format")
-        write_whole(path, _to_text(self))
+        write_text(Path(path), _to_text(self))
 
     def check_fits(self, n_blocks: int) -> None:
         """Refuse a model with another number of blocks."""
@@ -216,6 +255,11 @@ class ProfileTable:
 
     def __len__(self) -> int:
         return len(self.configurations)
+
+    @property
+    def kind(self) -> str:
+        """The variant of spans, or ``width``."""
+        return "width" if self.method == "width" else self.variant
 
     def describe(self) -> str:
         """One line that says what this table is, for every report that rests on it."""
@@ -294,16 +338,6 @@ def beside_head(table: ProfileTable) -> ProfileTable:
 def shipped() -> list[str]:
     """The names of the tables that come with the package."""
     return [PREFIX + path.stem.replace("+", "/") for path in sorted(SHIPPED.glob("*.json"))]
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file under a temporary name, then rename it."""
-    folder = Path(path).absolute().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def _shipped_path(name: str) -> Path:

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
-from plotly.offline import get_plotlyjs
 
 from cocofl.fl.metrics import MetricFacts
 from cocofl.profiling import ProfileTable
-from cocofl.report.findings import Curve, Trained, summary
-from cocofl.report.palette import KIND_COLOURS, group_colour, kind_of
+from cocofl.report.findings import AXES, Curve, Trained, summary
+from cocofl.report.palette import KIND_COLOURS, group_colour
 from cocofl.report.runs import Line, Scene
 from cocofl.report.sources import Holdings, printable
 
@@ -31,16 +30,7 @@ BUBBLES = 2400
 KIND_SYMBOLS = {"qff": "circle", "ff": "square", "f": "triangle-up", "width": "x"}
 
 
-def library() -> str:
-    """The JavaScript that draws the charts, for a page that requests nothing."""
-    return str(get_plotlyjs())
-
-
-AXES = {
-    "rounds": ("round", "round %{x}"),
-    "simulated_s": ("simulated time / s", "%{x:.4g} s"),
-    "bytes_up": ("uploaded / MB", "%{x:.4g} MB"),
-}
+_HOVER = {"rounds": "round %{x}", "simulated_s": "%{x:.4g} s", "uploaded_mb": "%{x:.4g} MB"}
 
 
 def curve_chart(
@@ -55,40 +45,36 @@ def curve_chart(
     The band reaches from the worst to the best seed. Training with all data in one place has no
     rounds, devices or uploads: it is a level.
     """
-    title, where = AXES[axis]
     metric, figure = lines[0].metric, go.Figure()
     unit = " %" if metric.is_share else ""
     pairs = list(zip(lines, curves, strict=True))
     # Before anything is trained, everybody is at the same place; a curve begins at its first test.
-    ends = [_axis(one, axis)[-1] for line, one in pairs if not _is_level(line)]
+    ends = [getattr(c, axis)[-1] for line, c in pairs if not line.facts.all_data_in_one_place]
     for line, one in pairs:
         colour, name = colours[line.label], escape(line.label)
-        x, y = (
-            _rounded(_axis(one, axis)),
-            _rounded(metric.scale * (one.mean if group is None else one.groups[group])),
-        )
-        if _is_level(line):
+        is_level = line.facts.all_data_in_one_place
+        x = _rounded(getattr(one, axis))
+        y = _rounded(metric.scale * (one.mean if group is None else one.groups[group]))
+        if is_level:
             x, y = [0, max(ends, default=1)], [y[-1]] * 2
         elif group is None and len(line.runs) > 1:
             figure.add_trace(_band(x, one, line, colour))
-        figure.add_trace(
-            go.Scatter(
-                x=x,
-                y=y,
-                name=name,
-                mode="lines+markers" if len(x) < 30 and not _is_level(line) else "lines",
-                line={"color": colour, "width": 2, "dash": "dash" if line.is_bound else "solid"},
-                marker={"size": 5},
-                hovertemplate=f"<b>{name}</b> %{{y:.4g}}{unit}<br>{where}<extra></extra>",
-                meta={"line": line.label},
-            )
+        figure.add_scatter(
+            x=x,
+            y=y,
+            name=name,
+            mode="lines+markers" if len(x) < 30 and not is_level else "lines",
+            line={"color": colour, "width": 2, "dash": "dash" if line.is_bound else "solid"},
+            marker={"size": 5},
+            hovertemplate=f"<b>{name}</b> %{{y:.4g}}{unit}<br>{_HOVER[axis]}<extra></extra>",
+            meta={"line": line.label},
         )
-    figure.update_xaxes(title=title, rangemode="tozero")
+    figure.update_xaxes(title=AXES[axis], rangemode="tozero")
     if group is None:
         figure.update_yaxes(title=escape(metric.heading), rangemode="tozero")
     else:
-        of_group = f"{metric.name} of {group}{' / %' if metric.is_share else ''}"
-        figure.update_yaxes(title=escape(of_group), **_whole_scale(metric, 100))
+        title = f"{metric.name} of {group}{metric.unit}"
+        figure.update_yaxes(title=escape(title), **_whole_scale(metric, 100))
     return figure
 
 
@@ -97,29 +83,26 @@ def fairness_chart(scene: Scene) -> go.Figure:
     figure, metric = go.Figure(), scene.metric
     rows = [summary(line) for line in scene.lines]
     for index, group in enumerate(scene.groups):
+        said = escape(group)
         for row in rows:
             found, name = row.groups[group], escape(row.label)
-            figure.add_trace(
-                go.Bar(
-                    x=[name],
-                    y=_rounded(np.array([metric.scale * found.mean])),
-                    error_y={
-                        "type": "data",
-                        "array": [metric.scale * (found.std or 0.0)],
-                        "visible": found.std is not None,
-                        "thickness": 1,
-                        "width": 3,
-                    },
-                    name=escape(group),
-                    legendgroup=escape(group),
-                    showlegend=row is rows[0],
-                    offsetgroup=str(index),
-                    marker={"color": group_colour(index)},
-                    hovertemplate=(
-                        f"<b>{name}</b><br>{escape(group)}: {found.text(metric)}<extra></extra>"
-                    ),
-                    meta={"line": row.label},
-                )
+            figure.add_bar(
+                x=[name],
+                y=_rounded(np.array([metric.scale * found.mean])),
+                error_y={
+                    "type": "data",
+                    "array": [metric.scale * (found.std or 0.0)],
+                    "visible": found.std is not None,
+                    "thickness": 1,
+                    "width": 3,
+                },
+                name=said,
+                legendgroup=said,
+                showlegend=row is rows[0],
+                offsetgroup=str(index),
+                marker={"color": group_colour(index)},
+                hovertemplate=f"<b>{name}</b><br>{said}: {found.text(metric)}<extra></extra>",
+                meta={"line": row.label},
             )
     figure.update_layout(barmode="group", showlegend=True)
     figure.update_yaxes(title=escape(metric.heading), **_whole_scale(metric, 104))
@@ -133,24 +116,19 @@ def _whole_scale(metric: MetricFacts, top: float) -> dict[str, Any]:
 
 def trained_chart(found: Trained) -> go.Figure:
     """How often each block was trained by each group (or each width)."""
-    hover = [[f"{share:.0%} of the group's updates" for share in shares] for shares in found.shares]
-    names = [escape(name) for name in found.groups]
-    figure = go.Figure(
-        go.Heatmap(
-            z=_rounded(found.updates),
-            x=[escape(column) for column in found.columns],
-            y=names,
-            text=hover,
-            zmin=0,
-            zmax=max(float(found.updates.max(initial=0)), 1e-9),
-            xgap=1,
-            ygap=1,
-            colorbar={"thickness": 10, "title": {"text": "per round", "side": "right"}},
-            hovertemplate=(
-                f"<b>%{{y}}</b>, {found.what} %{{x}}<br>%{{z:.2f}} updates per round<br>"
-                "%{text}<extra></extra>"
-            ),
-        )
+    updates = "%{z:.2f} updates per round<br>%{text}<extra></extra>"
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=_rounded(found.updates),
+        x=[escape(column) for column in found.columns],
+        y=[escape(name) for name in found.groups],
+        text=[[f"{one:.0%} of the group's updates" for one in shares] for shares in found.shares],
+        zmin=0,
+        zmax=max(float(found.updates.max(initial=0)), 1e-9),
+        xgap=1,
+        ygap=1,
+        colorbar={"thickness": 10, "title": {"text": "per round", "side": "right"}},
+        hovertemplate=f"<b>%{{y}}</b>, {found.what} %{{x}}<br>{updates}",
     )
     figure.update_xaxes(title=found.what, type="category", showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
@@ -162,40 +140,31 @@ def bubbles_chart(held: Holdings) -> tuple[go.Figure, str]:
     shown = held.shown(max(1, BUBBLES // max(1, len(held.class_names))))
     largest = max(int(held.counts.max(initial=1)), 1)
     names = [escape(printable(name)) for name in held.class_names]
+    of_class = "class %{y}: %{customdata[1]} samples<extra></extra>"
     figure = go.Figure()
     for index, group in enumerate(held.group_names):
         places = np.flatnonzero(held.group_of[shown] == index)
         device, label = np.nonzero(held.counts[shown[places]])
         samples = held.counts[shown[places]][device, label]
-        figure.add_trace(
-            go.Scatter(
-                x=places[device].tolist(),
-                y=[names[i] for i in label],
-                customdata=np.stack([shown[places][device], samples], axis=1).tolist(),
-                mode="markers",
-                name=escape(group),
-                marker={
-                    "color": group_colour(index),
-                    "size": samples.tolist(),
-                    "sizemode": "area",
-                    "sizeref": 2 * largest / 16**2,
-                    "line": {"width": 0},
-                    "opacity": 0.85,
-                },
-                hovertemplate=(
-                    f"device %{{customdata[0]}} ({escape(group)})<br>class %{{y}}: "
-                    "%{customdata[1]} samples<extra></extra>"
-                ),
-            )
+        figure.add_scatter(
+            x=places[device].tolist(),
+            y=[names[i] for i in label],
+            customdata=np.stack([shown[places][device], samples], axis=1).tolist(),
+            mode="markers",
+            name=escape(group),
+            marker={
+                "color": group_colour(index),
+                "size": samples.tolist(),
+                "sizemode": "area",
+                "sizeref": 2 * largest / 16**2,
+                "line": {"width": 0},
+                "opacity": 0.85,
+            },
+            hovertemplate=f"device %{{customdata[0]}} ({escape(group)})<br>{of_class}",
         )
     figure.update_xaxes(title="device, by group", showticklabels=False, zeroline=False)
-    figure.update_yaxes(
-        title="class",
-        type="category",
-        categoryorder="array",
-        categoryarray=names,
-        range=[len(names) - 0.4, -0.6],
-    )
+    order = {"categoryorder": "array", "categoryarray": names, "range": [len(names) - 0.4, -0.6]}
+    figure.update_yaxes(title="class", type="category", **order)
     figure.update_layout(showlegend=True)
     count = len(held.group_of)
     note = "" if len(shown) == count else f"{len(shown)} of {count} devices are shown. "
@@ -204,42 +173,29 @@ def bubbles_chart(held: Holdings) -> tuple[go.Figure, str]:
 
 def profile_chart(tables: Sequence[ProfileTable], what: str) -> go.Figure:
     """Every configuration's time or memory over its upload, as fractions of full training."""
+    costs = f"upload %{{x:.2f}}, {what} %{{y:.2f}} of full"
     figure = go.Figure()
     for table in tables:
-        kind = kind_of(table)
+        kind = table.kind
         name = "widths" if kind == "width" else f"spans, {escape(table.variant)}"
-        figure.add_trace(
-            go.Scatter(
-                x=_rounded(table.upload),
-                y=_rounded(table.time if what == "time" else table.memory),
-                text=[str(item) for item in table.configurations],
-                name=name,
-                mode="markers",
-                marker={
-                    "color": KIND_COLOURS.get(kind, "#6B7280"),
-                    "symbol": KIND_SYMBOLS.get(kind, "circle"),
-                    "size": 7,
-                    "opacity": 0.75,
-                },
-                hovertemplate=(
-                    f"<b>{name} %{{text}}</b><br>upload %{{x:.2f}}, {what} %{{y:.2f}} of full"
-                    "<extra></extra>"
-                ),
-            )
+        figure.add_scatter(
+            x=_rounded(table.upload),
+            y=_rounded(getattr(table, what)),
+            text=[str(item) for item in table.configurations],
+            name=name,
+            mode="markers",
+            marker={
+                "color": KIND_COLOURS.get(kind, "#6B7280"),
+                "symbol": KIND_SYMBOLS.get(kind, "circle"),
+                "size": 7,
+                "opacity": 0.75,
+            },
+            hovertemplate=f"<b>{name} %{{text}}</b><br>{costs}<extra></extra>",
         )
     figure.update_xaxes(title="upload / full", range=[-0.03, 1.05])
     figure.update_yaxes(title=f"{what} / full", rangemode="tozero")
     figure.update_layout(showlegend=True)
     return figure
-
-
-def _is_level(line: Line) -> bool:
-    return line.facts.all_data_in_one_place
-
-
-def _axis(one: Curve, axis: str) -> NDArray[Any]:
-    values: NDArray[Any] = getattr(one, axis)
-    return values / 1e6 if axis == "bytes_up" else values
 
 
 def _band(x: list[Any], one: Curve, line: Line, colour: str) -> go.Scatter:

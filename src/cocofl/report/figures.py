@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
-from cocofl.report.bubbles import bubble_chart
-from cocofl.report.drawing import bare, new_figure, plain, save
-from cocofl.report.findings import Curve, curve, summary, trained
+from cocofl.report.drawing import (
+    bare,
+    bubble_chart,
+    groups_figure,
+    legend_below,
+    new_figure,
+    plain,
+    profiling_figure,
+    save,
+)
+from cocofl.report.findings import AXES, curve, summary, trained
 from cocofl.report.palette import line_colours
-from cocofl.report.profiles import profiling_figure
 from cocofl.report.runs import Scene, arrange
 from cocofl.report.sources import Sources
-from cocofl.report.studies import groups_figure
-
-_AXES: tuple[tuple[str, Callable[[Curve], Any]], ...] = (
-    ("round", lambda one: one.rounds),
-    ("simulated time / s", lambda one: one.simulated_s),
-    ("uploaded / MB", lambda one: one.bytes_up / 1e6),
-)
 
 
 def save_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -66,7 +65,7 @@ def curve_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
     figure, scale = new_figure(11.0, 3.6), scene.metric.scale
     panels = figure.subplots(1, 3, sharey=True)
     curves = {line.label: curve(line) for line in scene.lines}
-    for axes, (title, along) in zip(panels, _AXES, strict=True):
+    for axes, (axis, title) in zip(panels, AXES.items(), strict=True):
         for line in scene.lines:
             one, colour = curves[line.label], colours[line.label]
             style = "--" if line.is_bound else "-"
@@ -74,7 +73,7 @@ def curve_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
                 level = scale * float(one.mean[-1])
                 axes.axhline(level, color=colour, ls=style, label=plain(line.label))
                 continue
-            x = along(one)
+            x = getattr(one, axis)
             axes.plot(x, scale * one.mean, color=colour, ls=style, lw=1.4, label=plain(line.label))
             if len(line.runs) > 1:
                 band = {"color": colour, "alpha": 0.18, "linewidth": 0}
@@ -85,10 +84,7 @@ def curve_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
     panels[0].set_ylabel(plain(scene.metric.heading))
     if scene.metric.is_share:
         panels[0].set_ylim(bottom=0)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False
-    )
+    legend_below(figure, panels[0], 6)
     return figure
 
 

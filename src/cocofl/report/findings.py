@@ -92,13 +92,21 @@ def ahead(scene: Scene) -> tuple[Line, dict[str, float]] | None:
     return ours, {one.label: sign * (means[ours.label] - means[one.label]) for one in rivals}
 
 
+AXES = {
+    "rounds": "round",
+    "simulated_s": "simulated time / s",
+    "uploaded_mb": "uploaded / MB",
+}
+"""Along what curves are drawn, and what the axis is called."""
+
+
 @dataclass(frozen=True, eq=False)
 class Curve:
     """The metric along a line, one entry per evaluated round; means, least and most over seeds."""
 
     rounds: Ints
     simulated_s: Floats
-    bytes_up: Floats
+    uploaded_mb: Floats
     mean: Floats
     low: Floats
     high: Floats
@@ -127,7 +135,7 @@ def curve(line: Line, at_most: int | None = None) -> Curve:
     return Curve(
         rounds[kept],
         _running_total(line.runs, "simulated_s", rounds[kept]),
-        _running_total(line.runs, "bytes_up", rounds[kept]),
+        _running_total(line.runs, "bytes_up", rounds[kept]) / 1e6,
         mean[kept],
         low[kept],
         high[kept],
@@ -191,23 +199,20 @@ def trained(line: Line, groups: Sequence[str]) -> Trained:
         n_blocks = 1 + max((max(blocks) for blocks in trained_by.values() if blocks), default=0)
         known = line.runs[0].folder.about.get("model_blocks")
         n_blocks = max(n_blocks, known if isinstance(known, int) else 0)
-        columns = tuple(map(str, range(n_blocks)))
-        what = "block"
+        what, columns = "block", tuple(map(str, range(n_blocks)))
+        places = {work: list(blocks or ()) for work, blocks in trained_by.items()}
     else:
-        columns = tuple(sorted(trained_by, key=_width))
-        what = "width"
+        what, columns = "width", tuple(sorted(trained_by, key=_width))
+        places = {work: [place] for place, work in enumerate(columns)}
     # One who trains all data in one place belongs to no group of devices.
     own = () if line.facts.all_data_in_one_place else groups
     names = tuple(dict.fromkeys([*own, *(group for group, _ in counts)]))
     found = np.zeros((len(names), len(columns)))
     totals = np.zeros((len(names), 1))
     for (group, work), count in counts.items():
-        row, blocks = names.index(group), trained_by[work]
+        row = names.index(group)
         totals[row] += count
-        if blocks is not None and what == "block":
-            found[row, list(blocks)] += count
-        else:
-            found[row, columns.index(work)] += count
+        found[row, places[work]] += count
     n_rounds = sum(len(run.rounds) for run in line.runs)
     return Trained(what, columns, names, found / n_rounds, found / np.maximum(totals, 1))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cocofl.profiling import ProfileTable
 from cocofl.report.runs import Line
 
 GROUPS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -40,11 +39,6 @@ def line_colours(lines: Sequence[Line]) -> dict[str, str]:
         free = [colour for colour in (own, *_SPARE) if colour and colour not in colours.values()]
         colours.setdefault(line.label, free[0] if free else _SPARE[len(colours) % len(_SPARE)])
     return colours
-
-
-def kind_of(table: ProfileTable) -> str:
-    """The variant of spans, or ``width``."""
-    return "width" if table.method == "width" else table.variant
 
 
 def group_colour(index: int) -> str:

@@ -7,7 +7,7 @@ are judged by the same metric first can be compared and make one *scene*.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -90,11 +90,6 @@ class Scene:
         known = [scores_by_name(r.final.scores, key) for line in self.lines for r in line.runs]
         return [group for group in known[0] if all(group in one for one in known)]
 
-    @property
-    def first(self) -> Run:
-        """Any of its runs; they agree on data, model and devices."""
-        return self.lines[0].runs[0]
-
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
     """The run folders at or below these paths, each once, without those of tuning."""
@@ -128,66 +123,42 @@ def arrange(runs: Sequence[Run]) -> list[Scene]:
             f"nothing to report yet: {names} {'has' if len(runs) == 1 else 'have'} no evaluated "
             f"round in {METRICS}"
         )
-    flat = {
-        run.path: run.experiment.by_key() | {"metric": run.metrics[0].name} for run in evaluated
-    }
-    scenes: dict[str, list[Run]] = {}
-    for run in evaluated:
-        scenes.setdefault(_key(flat[run.path], scene=True), []).append(run)
-    titles = _titles([flat[members[0].path] for members in scenes.values()], scene=True)
-    return [
-        Scene(title or _default_title(members[0]), _lines(members, flat))
-        for title, members in zip(titles, scenes.values(), strict=True)
-    ]
+    scenes = []
+    for title, members in _told_apart(evaluated, scene=True):
+        data = members[0].experiment.data
+        scenes.append(Scene(title or f"{data.name}, split {data.split}", tuple(_lines(members))))
+    return scenes
 
 
-def _lines(members: Sequence[Run], flat: Mapping[Path, Mapping[str, Any]]) -> tuple[Line, ...]:
-    lines: dict[str, list[Run]] = {}
+def _lines(members: Sequence[Run]) -> Iterator[Line]:
+    by_strategy: dict[str, list[Run]] = {}
     for run in members:
-        lines.setdefault(_key(flat[run.path], scene=False), []).append(run)
-    by_name: dict[str, list[list[Run]]] = {}
-    for runs in lines.values():
-        by_name.setdefault(runs[0].experiment.strategy.name, []).append(runs)
-    made: list[Line] = []
-    by_seed = attrgetter("experiment.seed")
-    for name, alike in by_name.items():
-        titles = _titles([flat[runs[0].path] for runs in alike], scene=False)
-        made += [
-            Line(f"{name}, {title}" if title else name, tuple(sorted(runs, key=by_seed)))
-            for title, runs in zip(titles, alike, strict=True)
-        ]
-    return tuple(made)
+        by_strategy.setdefault(run.experiment.strategy.name, []).append(run)
+    for name, alike in by_strategy.items():
+        for title, runs in _told_apart(alike, scene=False):
+            ordered = sorted(runs, key=attrgetter("experiment.seed"))
+            yield Line(f"{name}, {title}" if title else name, tuple(ordered))
 
 
-def _tells_apart(key: str, *, scene: bool) -> bool:
-    """Whether a setting sets scenes (or the lines of one) apart."""
-    return key not in _NEUTRAL and (key.split(".", maxsplit=1)[0] in _SCENE_SECTIONS) == scene
-
-
-def _key(settings: Mapping[str, Any], *, scene: bool) -> str:
-    chosen = {key: value for key, value in settings.items() if _tells_apart(key, scene=scene)}
-    return json.dumps(chosen, sort_keys=True, default=str)
-
-
-def _titles(settings: Sequence[Mapping[str, Any]], *, scene: bool) -> list[str]:
-    """For each what sets it apart from the others."""
-    keys = list(dict.fromkeys(key for one in settings for key in one))
+def _told_apart(runs: Sequence[Run], *, scene: bool) -> Iterator[tuple[str, list[Run]]]:
+    """The runs of each scene (or line of one), under what sets it apart from the others."""
+    groups: dict[str, list[Run]] = {}
+    settings: list[dict[str, Any]] = []
+    for run in runs:
+        flat = run.experiment.by_key() | {"metric": run.metrics[0].name}
+        own = {
+            key: value
+            for key, value in flat.items()
+            if key not in _NEUTRAL and (key.partition(".")[0] in _SCENE_SECTIONS) == scene
+        }
+        group = groups.setdefault(json.dumps(own, sort_keys=True, default=str), [])
+        settings += [own] if not group else []
+        group.append(run)
+    keys = dict.fromkeys(key for one in settings for key in one)
     differing = [
-        key
-        for key in keys
-        if _tells_apart(key, scene=scene)
-        and len({json.dumps(one.get(key), default=str) for one in settings}) > 1
+        key for key in keys if len({json.dumps(one.get(key), default=str) for one in settings}) > 1
     ]
-    return [
-        ", ".join(f"{key.split('.')[-1]} {_text(one.get(key))}" for key in differing)
-        for one in settings
-    ]
-
-
-def _text(value: Any) -> str:
-    return "–" if value is None else str(value)
-
-
-def _default_title(run: Run) -> str:
-    data = run.experiment.data
-    return f"{data.name}, split {data.split}"
+    for own, group in zip(settings, groups.values(), strict=True):
+        values = ((key, own.get(key)) for key in differing)
+        words = [f"{key.split('.')[-1]} {'–' if v is None else v}" for key, v in values]
+        yield ", ".join(words), group

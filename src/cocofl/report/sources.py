@@ -7,7 +7,7 @@ more (the data is on another machine, a strategy was never saved), the report sa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from cocofl import data
 from cocofl.config import Experiment
-from cocofl.errors import CocoflError, DataNotFound, OtherHardware
+from cocofl.errors import CocoflError, DataNotFound, InvalidSetting, OtherHardware
 from cocofl.experiment import Setup
 from cocofl.fl.strategies import NEEDS_NOTHING
 from cocofl.fl.strategies.facts import SPANS, WIDTHS
 from cocofl.named import names_in, refuse_untrusted
 from cocofl.profiling import ProfileTable
-from cocofl.report.runs import Line, Scene
+from cocofl.report.runs import Scene
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,23 @@ class Holdings:
     class_names: tuple[str, ...]
     group_names: tuple[str, ...]
     seed: int
+
+    @classmethod
+    def of(
+        cls,
+        split: data.Split,
+        partition: data.Partition,
+        group_of: Sequence[int] | NDArray[np.int64],
+        group_names: Iterable[str],
+        seed: int,
+    ) -> Holdings:
+        """Count what a partition gives to each device."""
+        facts = split.facts
+        if facts.labels != "classes":
+            raise InvalidSetting(f"the labels are {facts.labels}: only classes can be shown")
+        counts = data.partition.class_counts(partition, split.labels, facts.num_classes)
+        names = tuple(facts.class_names), tuple(group_names)
+        return cls(counts, np.asarray(group_of), *names, seed)
 
     def shown(self, at_most: int) -> NDArray[np.int64]:
         """The devices by group; evenly spaced ones where there are too many to be told apart."""
@@ -54,27 +71,21 @@ class Sources:
     def __init__(self, scene: Scene) -> None:
         self._lines = scene.lines
         # No strategy is played here and nothing tested, and the run's own may have been the user's.
-        neutral = scene.first.experiment.with_strategy(NEEDS_NOTHING)
+        neutral = scene.lines[0].runs[0].experiment.with_strategy(NEEDS_NOTHING)
         self._experiment: Experiment = neutral.changed({"evaluation.metrics": ["loss"]})
 
     def holdings(self) -> Holdings:
         """Who held what in the scene's first run."""
-        setup = self._setup
-        facts = setup.data.facts
-        counts = data.partition.class_counts(
-            setup.partition, setup.data.train.labels, facts.num_classes
-        )
-        return Holdings(
-            counts,
-            np.asarray(setup.devices.group_of),
-            tuple(facts.class_names),
-            tuple(group.name for group in setup.devices.groups),
-            self._experiment.seed,
-        )
+        setup, devices = self._setup, self._setup.devices
+        names = (group.name for group in devices.groups)
+        seed = self._experiment.seed
+        return Holdings.of(setup.data.train, setup.partition, devices.group_of, names, seed)
 
     def tables(self) -> list[ProfileTable]:
         """The tables of spans, one per variant that was used, and that of widths."""
-        found = [self._setup.tables.spans(variant) for variant in _variants(self._lines)]
+        spans = [line.runs[0] for line in self._lines if line.facts.tables == SPANS]
+        used = [str(run.experiment.strategy.options.get("variant", "qff")) for run in spans]
+        found = [self._setup.tables.spans(one) for one in dict.fromkeys(used or ["qff"])]
         try:
             found.append(self._setup.tables.widths())
         except CocoflError:
@@ -96,12 +107,3 @@ class Sources:
             # Said in the table's own description, which the report shows.
             warnings.simplefilter("ignore", OtherHardware)
             return Setup(self._experiment)
-
-
-def _variants(lines: Sequence[Line]) -> list[str]:
-    used = [
-        str(line.runs[0].experiment.strategy.options.get("variant", "qff"))
-        for line in lines
-        if line.facts.tables == SPANS
-    ]
-    return list(dict.fromkeys(used)) or ["qff"]

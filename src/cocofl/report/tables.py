@@ -51,7 +51,6 @@ class TextTable:
 def summary_table(scene: Scene, *, costs: bool = True) -> TextTable:
     """What the lines of a scene came to; without ``costs`` only how good their models are."""
     rows, metric, found = [summary(line) for line in scene.lines], scene.metric, ahead(scene)
-    unit = " / %" if metric.is_share else ""
     columns = {
         "strategy": [row.label for row in rows],
         metric.heading: [_cell(row.scores.get(metric.name), metric) for row in rows],
@@ -62,9 +61,9 @@ def summary_table(scene: Scene, *, costs: bool = True) -> TextTable:
             _difference(metric, -margins[row.label]) if row.label in margins else "" for row in rows
         ]
     for group in scene.groups:
-        columns[f"{group}{unit}"] = [_cell(row.groups[group], metric) for row in rows]
+        columns[f"{group}{metric.unit}"] = [_cell(row.groups[group], metric) for row in rows]
     if costs and any(row.worst_device for row in rows):
-        columns[f"worst device{unit}"] = [_cell(row.worst_device, metric) for row in rows]
+        columns[f"worst device{metric.unit}"] = [_cell(row.worst_device, metric) for row in rows]
     for other in scene.other_metrics:
         columns[other.heading] = [_cell(row.scores.get(other.name), other) for row in rows]
     if costs:

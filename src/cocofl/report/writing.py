@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from plotly.offline import get_plotlyjs
 
 from cocofl.errors import CocoflError
 from cocofl.experiment import Run
+from cocofl.files import write_text
+from cocofl.profiling import ProfileTable
 from cocofl.report import charts
 from cocofl.report.findings import ahead, curve, summary, trained
 from cocofl.report.palette import ON_DARK, line_colours
 from cocofl.report.runs import Line, Scene, arrange
 from cocofl.report.sources import Sources
 from cocofl.report.tables import highlights, summary_table
-from cocofl.runlog import write_text
 
 Card = dict[str, Any]
 """A chart in its frame; ``of`` names the line that it belongs to, if it is one line's."""
@@ -44,7 +47,6 @@ class Drawings:
 
 def write_report(runs: Sequence[Run], path: Path) -> Path:
     """Write the page about runs into a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, report_page(runs))
     return path
 
@@ -82,7 +84,7 @@ def report_page(runs: Sequence[Run]) -> str:
         "commands": _commands(reported),
         "charts": _json(drawings.figures),
         "on_dark": _json(ON_DARK),
-        "library": Markup(charts.library().replace("</script", "<\\/script")),
+        "library": Markup(get_plotlyjs().replace("</script", "<\\/script")),
     }
     environment = Environment(
         loader=PackageLoader("cocofl.report", "page"),
@@ -103,7 +105,7 @@ def _stage(
     band = "The band reaches from the worst to the best seed."
     several = any(len(line.runs) > 1 for line in lines)
     name = metric.name[:1].upper() + metric.name[1:]
-    axes = {"rounds": "rounds", "simulated_s": "simulated time", "bytes_up": "uploaded bytes"}
+    axes = {"rounds": "rounds", "simulated_s": "simulated time", "uploaded_mb": "uploaded bytes"}
     curves = []
     for axis, title in axes.items():
         chart = charts.curve_chart(lines, found, colours, axis)
@@ -155,26 +157,20 @@ def _data_cards(sources: Sources, drawings: Drawings) -> tuple[list[Card], str]:
 
 def _profile_cards(sources: Sequence[Sources], drawings: Drawings) -> tuple[list[Card], list[str]]:
     """What the tables say, each once, and why some are not shown."""
-    cards: dict[str, list[Card]] = {}
+    shown: dict[str, Sequence[ProfileTable]] = {}
     missing: dict[str, None] = {}
     for one in sources:
         try:
             tables = one.tables()
+            shown["; ".join(table.describe() for table in tables)] = tables
         except (CocoflError, OSError) as error:
             missing[str(error)] = None
-            continue
-        names = "; ".join(table.describe() for table in tables)
-        if names not in cards:
-            cards[names] = [
-                drawings.add(
-                    charts.profile_chart(tables, what),
-                    f"{tables[0].model}: {what} and upload",
-                    330,
-                    f"Memory is {tables[0].memory_kind} memory." if what == "memory" else "",
-                )
-                for what in ("time", "memory")
-            ]
-    return [card for both in cards.values() for card in both], list(missing)
+    cards = []
+    for (first, *others), what in product(shown.values(), ("time", "memory")):
+        chart, title = charts.profile_chart([first, *others], what), f"{what} and upload"
+        caption = f"Memory is {first.memory_kind} memory." if what == "memory" else ""
+        cards.append(drawings.add(chart, f"{first.model}: {title}", 330, caption))
+    return cards, list(missing)
 
 
 def _headline(scene: Scene) -> str:

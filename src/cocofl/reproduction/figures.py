@@ -8,15 +8,14 @@ from pathlib import Path
 
 from cocofl.experiment import Spread
 from cocofl.fl.metrics import STATISTICS, recorded_metric
+from cocofl.freeze import VARIANTS
 from cocofl.profiling import ProfileTable
-from cocofl.report import studies
+from cocofl.report import drawing
 from cocofl.report.drawing import save
-from cocofl.report.profiles import blocks_figure, profiling_figure
 from cocofl.reproduction.collection import Collection
-from cocofl.reproduction.plans import SELECTIONS, VARIANTS, limited_label, strategy_of
-from cocofl.reproduction.profiles import tables_of
+from cocofl.reproduction.plans import OVER_LIMITS, limited_label, strategy_of
 from cocofl.reproduction.results import Result, spread
-from cocofl.reproduction.tables import groups_of, in_one_place, labels_of, longest
+from cocofl.reproduction.tables import groups_of, in_one_place, labels_of, longest, tables_of
 
 
 def fairness(collection: Collection, results: Sequence[Result], row: str, path: Path) -> list[Path]:
@@ -29,7 +28,7 @@ def fairness(collection: Collection, results: Sequence[Result], row: str, path: 
     known = {
         g: [collection.published.get((row, strategy_of(one), g)) for one in labels] for g in groups
     }
-    return save(studies.groups_figure(labels, ours, known, recorded_metric("accuracy"), row), path)
+    return save(drawing.groups_figure(labels, ours, known, recorded_metric("accuracy"), row), path)
 
 
 def ablation(
@@ -46,7 +45,7 @@ def ablation(
     }
     tables = tables_of(collection.experiment(collection.ablation).model.name)
     spans = {one.variant: one for one in tables if one.method == "span"}
-    return save(studies.limits_figure(limits, panels, spans), path)
+    return save(drawing.limits_figure(limits, panels, spans), path)
 
 
 def selectors(
@@ -54,8 +53,8 @@ def selectors(
 ) -> list[Path]:
     """Ways to select a span, over the limit."""
     over = partial(_over, collection.ablation, results, limits)
-    series = {f"{s}+{o}": over(selector=s, over=o) for s, o in SELECTIONS}
-    return save(studies.selectors_figure(limits, series), path)
+    series = {name: over(**options) for name, options in OVER_LIMITS["selectors"].options.items()}
+    return save(drawing.selectors_figure(limits, series), path)
 
 
 def profiling(tables: Sequence[ProfileTable], path: Path) -> list[Path]:
@@ -64,12 +63,14 @@ def profiling(tables: Sequence[ProfileTable], path: Path) -> list[Path]:
     spans = [one for one in tables if one.method == "span"]
     written: list[Path] = []
     for one in (one for one in spans if one.variant == "qff"):
-        figure = profiling_figure([one, *widths], f"{one.model}: what each configuration costs")
+        figure = drawing.profiling_figure(
+            [one, *widths], f"{one.model}: what each configuration costs"
+        )
         mark = "-published" if one.source == "published" else ""
         written += save(figure, path.with_name(path.name + mark))
     ours = [one for one in spans if one.source != "published"]
     if ours:
-        blocks = blocks_figure(ours, f"{ours[0].model}: what a limit leaves to train")
+        blocks = drawing.blocks_figure(ours, f"{ours[0].model}: what a limit leaves to train")
         written += save(blocks, path.with_name(f"{path.name}-blocks"))
     return written
 

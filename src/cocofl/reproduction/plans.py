@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,16 +28,40 @@ from cocofl.runlog import RunFolder
 STRATEGY_ORDER = tuple(sorted(STRATEGIES, key=lambda name: facts_of(name).order))
 """As in the paper: what could be reached first, then those who obey budgets."""
 
-LIMITS = (0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0)
-"""The ablation's; the paper says between 0 and 1 and speaks of 0.25 and 0.4."""
-SELECTOR_LIMITS = (0.2, 0.3, 0.4, 0.5)
-VARIANTS = ("f", "ff", "qff")
-VARIANT_COSTS = (("f", "f"), ("ff", "f"), ("qff", "f"), ("ff", "ff"), ("qff", "qff"))
-"""A variant, and the one whose table says what fits: that of ``f`` leaves out what is gained."""
-SELECTIONS = (
+
+class OverLimits(NamedTuple):
+    """A study of CoCoFL's options at every limit of devices."""
+
+    what: str
+    limits: tuple[float, ...]
+    options: Mapping[str, Mapping[str, str]]
+    """By the heading of their results."""
+
+
+_SELECTIONS = (
     *product(("random", "round-robin", "min"), ("maximal", "all")),
     ("max", "maximal"),  # the longest feasible span is a maximal one
 )
+OVER_LIMITS = {
+    # The paper says between 0 and 1, and speaks of 0.25 and 0.4. Costs are those of the variant
+    # whose table says what fits: that of ``f`` leaves out what is gained.
+    "ablation": OverLimits(
+        "variants",
+        (0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0),
+        {
+            "f": {"variant": "f", "costs": "f"},
+            "ff without gains": {"variant": "ff", "costs": "f"},
+            "qff without gains": {"variant": "qff", "costs": "f"},
+            "ff with gains": {"variant": "ff", "costs": "ff"},
+            "qff with gains": {"variant": "qff", "costs": "qff"},
+        },
+    ),
+    "selectors": OverLimits(
+        "selection",
+        (0.2, 0.3, 0.4, 0.5),
+        {f"{one}+{over}": {"selector": one, "over": over} for one, over in _SELECTIONS},
+    ),
+}
 _NAME = re.compile(r"(.+?)__(.+?)__seed(\d+)(?:__rounds(\d+))?")
 
 
@@ -117,7 +141,8 @@ def table2(
             labelled: dict[str, dict[str, Any]] = {strategy: {}}
             key, table = own.get(facts.tables, ("", None))
             if table is not None:
-                labelled[f"{strategy}.{_table_name(table)}"] = {key: _absolute(table)}
+                absolute = str(Path(table).resolve()) if Path(table).is_file() else table
+                labelled[f"{strategy}.{_table_name(table)}"] = {key: absolute}
             for label, tables in labelled.items():
                 changes = {"strategy.name": strategy, **tables}
                 for one in _seeded(collection, place, label, changes, seeds, rounds):
@@ -134,20 +159,24 @@ def strategy_of(label: str) -> str:
     return label.partition(".")[0]
 
 
-def ablation(
-    collection: Collection, limits: Sequence[float], seeds: int, rounds: int | None = None
+def over_limits(
+    collection: Collection,
+    study: str,
+    limits: Sequence[float],
+    seeds: int,
+    rounds: int | None = None,
 ) -> list[Planned]:
-    """Every variant at every limit: with its own costs, and with those of ``f`` (no gains)."""
-    settings = [{"variant": variant, "costs": costs} for variant, costs in VARIANT_COSTS]
-    return _limited(collection, limits, settings, seeds, rounds)
-
-
-def selectors(
-    collection: Collection, limits: Sequence[float], seeds: int, rounds: int | None = None
-) -> list[Planned]:
-    """Every selector over the maximal and over all feasible spans, at every limit."""
-    settings = [{"selector": selector, "over": over} for selector, over in SELECTIONS]
-    return _limited(collection, limits, settings, seeds, rounds)
+    """Every choice of options that a study in :data:`OVER_LIMITS` has, at every limit."""
+    planned: list[Planned] = []
+    for limit, options in product(limits, OVER_LIMITS[study].options.values()):
+        # One way to say each experiment, so that a run of one study is found by another.
+        defaults = {"variant": "qff", "selector": "random", "over": "maximal"}
+        defaults["costs"] = options.get("variant", "qff")
+        changes = {f"strategy.{k}": v for k, v in options.items() if v != defaults[k]}
+        changes = {"devices.groups": f"limited:{limit:g}", **changes}
+        label = limited_label(limit, **options)
+        planned += _seeded(collection, collection.ablation, label, changes, seeds, rounds)
+    return planned
 
 
 def limited_label(
@@ -191,25 +220,6 @@ def shortened(experiment: Experiment, rounds: int | None) -> dict[str, Any]:
     return {"rounds": rounds, "training.decay_rounds": decays}
 
 
-def _limited(
-    collection: Collection,
-    limits: Iterable[float],
-    settings: Sequence[Mapping[str, str]],
-    seeds: int,
-    rounds: int | None,
-) -> list[Planned]:
-    planned: list[Planned] = []
-    for limit, options in product(limits, settings):
-        # One way to say each experiment, so that a run of one study is found by another.
-        defaults = {"variant": "qff", "selector": "random", "over": "maximal"}
-        defaults["costs"] = options.get("variant", "qff")
-        changes = {f"strategy.{k}": v for k, v in options.items() if v != defaults[k]}
-        changes = {"devices.groups": f"limited:{limit:g}", **changes}
-        label = limited_label(limit, **options)
-        planned += _seeded(collection, collection.ablation, label, changes, seeds, rounds)
-    return planned
-
-
 def _seeded(
     collection: Collection,
     row: str,
@@ -233,11 +243,6 @@ def _table_name(table: str) -> str:
     if table.endswith(".json"):
         return Path(table).stem
     return table.replace(":", "-").replace("/", "-")
-
-
-def _absolute(table: str) -> str:
-    path = Path(table)
-    return str(path.resolve()) if path.is_file() else table
 
 
 def missing(planned: Sequence[Planned], out: Path) -> list[Planned]:
@@ -271,13 +276,12 @@ def play(
 def _with_data(planned: Sequence[Planned]) -> tuple[list[Planned], list[str]]:
     """Those whose data is here, and one line for each row of which it is not."""
     problems: dict[str, str] = {}
-    looked_at: set[str] = set()
+    firsts: dict[str, Planned] = {}
     for one in planned:
-        row = one.name.row
-        if row not in looked_at:
-            looked_at.add(row)
-            try:
-                load_data(one.experiment)
-            except DataNotFound as error:
-                problems[row] = f"{row} was not run: {error}"
+        firsts.setdefault(one.name.row, one)
+    for row, first in firsts.items():
+        try:
+            load_data(first.experiment)
+        except DataNotFound as error:
+            problems[row] = f"{row} was not run: {error}"
     return [one for one in planned if one.name.row not in problems], list(problems.values())

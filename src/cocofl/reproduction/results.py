@@ -16,13 +16,14 @@ from typing import Any
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.experiment import Run, Spread
+from cocofl.files import write_text
 from cocofl.fl.strategies import recorded_facts
 from cocofl.fl.strategies.facts import WIDTHS
 from cocofl.profiling.table import PREFIX
 from cocofl.report.tables import TextTable
 from cocofl.reproduction.collection import Collection, is_ablation
 from cocofl.reproduction.plans import Name, label_of, shortened, strategy_of
-from cocofl.runlog import EXPERIMENT, Scores, metric_names, scores_by_name, write_text
+from cocofl.runlog import EXPERIMENT, Scores, metric_names, scores_by_name
 
 LATE_EVALUATIONS = 10
 LATE = "last ten"
@@ -77,7 +78,9 @@ def find(out: Path, collection: Collection, rows: Sequence[str]) -> tuple[list[R
         name = Name.parse(path.name)
         if name is None or name.row not in rows or not (path / EXPERIMENT).is_file():
             continue
-        run, expected = Run.open(path), _named(collection.experiment(name.row), name)
+        run, of_row = Run.open(path), collection.experiment(name.row)
+        # What a label says is not in it.
+        expected = of_row.changed({"seed": name.seed, **shortened(of_row, name.rounds)})
         if not run.folder.is_complete:
             left_out.append(f"{name} is unfinished: {_state(run)}")
         elif problem := _misnamed(name, run.experiment, expected):
@@ -117,7 +120,6 @@ def write(path: Path, results: Sequence[Result]) -> None:
         of_groups = [str(one.groups.get(group, "")) for group in groups]
         lines.append((*plain[:_SPLIT], *scores, *plain[_SPLIT:], *of_groups))
     header = (*_PLAIN[:_SPLIT], *metrics, *_PLAIN[_SPLIT:], *groups)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, TextTable("", header, tuple(lines)).csv())
 
 
@@ -196,11 +198,6 @@ def _table(experiment: Experiment, about: Mapping[str, Any]) -> str:
         return ""
     kind = "width" if needed == WIDTHS else options.get("costs") or options.get("variant") or "qff"
     return without_folder(about.get("tables", {}).get(str(kind), ""))
-
-
-def _named(of_row: Experiment, name: Name) -> Experiment:
-    """What a row's file says, as a run's name changes it; what a label says is not in it."""
-    return of_row.changed({"seed": name.seed, **shortened(of_row, name.rounds)})
 
 
 def _misnamed(name: Name, experiment: Experiment, expected: Experiment) -> str:
