@@ -12,7 +12,7 @@ from cocofl.data.partition import check_rule
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import InvalidExperiment
-from cocofl.experiment import Run, in_short, make_executor, simulate_batch
+from cocofl.experiment import Run, executor_for, in_short, simulate_batch
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import lookup
 
@@ -50,7 +50,6 @@ def compare(
     all use the experiment's.
     """
     _check(experiment, strategies, splits or [], lr_grid or [])
-    own = executor or make_executor(experiment)
 
     def play(experiments: Mapping[Path, Experiment]) -> dict[Path, Run]:
         def say(paths: Sequence[Path], rounds: int) -> None:
@@ -63,7 +62,7 @@ def compare(
 
     played: list[Run] = []
     tables: dict[str, str] = {}
-    try:
+    with executor_for(experiment, executor) as own:
         for split in splits or [experiment.data.split]:
             bases = {strategy: _on_split(experiment, split, strategy) for strategy in strategies}
             folders = {strategy: strategy.replace(":", ".") for strategy in strategies}
@@ -82,9 +81,6 @@ def compare(
             for strategy in bases:
                 served = runs[paths[strategy][0]].folder.about["tables"]
                 tables[strategy] = "; ".join(served.values())
-    finally:
-        if executor is None:
-            own.close()
     return Comparison(out, tuple(played), tables)
 
 
