@@ -88,9 +88,6 @@ class Layout(Protocol):
     def parts_of(self, contribution: Contribution) -> Iterator[Part]:
         """What a device sent, beside the parts of a state."""
 
-    def memory_of(self, contribution: Contribution) -> Memory:
-        """What the device remembers from now on."""
-
     def is_learned(self, name: str) -> bool:
         """Whether a part holds parameters, rather than statistics or scales."""
 
@@ -116,26 +113,20 @@ class KeyLayout:
         is_whole = contribution.width == 1.0
         places = {} if is_whole else self.places(contribution.width)
         for key, tensor in contribution.tensors.items():
-            place = places.get(key)
-            votes = votes_of_rows(tensor, contribution.rows.get(key))
+            place, rows = places.get(key), contribution.rows.get(key)
+            votes = None if rows is None else votes_of_rows(tensor, rows)
             measured = key.startswith(SCALE_PREFIX) or not (is_whole or key in places)
             yield Part(key, tensor, place, votes, measured)
-
-    def memory_of(self, contribution: Contribution) -> Memory:
-        """As it is."""
-        return contribution.memory
 
     def is_learned(self, name: str) -> bool:
         """By its key."""
         return name in self.learned if self.learned is not None else not is_scale(name)
 
 
-def votes_of_rows(tensor: Tensor, rows: NDArray[np.int64] | None) -> Tensor | None:
-    """1 for elements of these rows, 0 for others; None where all count."""
-    if rows is None:
-        return None
+def votes_of_rows(tensor: Tensor, rows: NDArray[np.int64] | None) -> Tensor:
+    """1 for elements of these rows, 0 for others; 1 for all where no rows are given."""
     votes = torch.zeros(tensor.shape, dtype=torch.float64, device=tensor.device)
-    votes[torch.from_numpy(rows)] = 1.0
+    votes[... if rows is None else torch.from_numpy(rows)] = 1.0
     return votes
 
 
@@ -180,9 +171,12 @@ class ServerState:
         devices = {device: moved(memory) for device, memory in self.devices.items()}
         return ServerState(layout.from_keys(self.tensors), layout, moved(self.memory), devices)
 
-    def remembering(self, device: int, memory: Memory) -> ServerState:
+    def remembering(self, sent: Contribution) -> ServerState:
         """The same with what a device remembers from now on."""
-        return replace(self, devices={**self.devices, device: memory}) if memory else self
+        memory = sent.memory
+        if sent.stacked is None:
+            memory = {name: self.layout.from_keys(own) for name, own in memory.items()}
+        return replace(self, devices={**self.devices, sent.device: memory}) if memory else self
 
     def flat(self) -> Tensors:
         """Everything under keys, as a checkpoint keeps it."""
