@@ -17,8 +17,7 @@ import numpy as np
 from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
-from cocofl.fl.faults import Faults
-from cocofl.fl.federation import Federation
+from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.local import Task, Workshop
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
@@ -143,10 +142,9 @@ def ask_devices(job: Job, round_index: int) -> list[AskedDevice]:
         plans = ((device, plan) for device, plan in plans if plan is not None)
     asked = []
     for device, plan in sorted(islice(plans, federation.per_round), key=lambda pair: pair[0]):
-        if plan is None:
-            asked.append(AskedDevice(device, None, "infeasible", 0.0))
-            continue
-        fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
+        fate, duration = "infeasible", 0.0
+        if plan is not None:
+            fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
         asked.append(AskedDevice(device, plan, fate, duration))
     return asked
 
@@ -305,22 +303,6 @@ class RunInProgress:
         """Whether all rounds are played."""
         return self.next_round >= self.job.rounds
 
-    def prepare(self, executor: Executor, plan: KernelPlan) -> None:
-        """Get the executor ready, with the kernels that this run began with or begins with now."""
-        path = self.folder.path / PLAN
-        if path.exists():
-            plan = KernelPlan.load(path)
-        executor.prepare(self.job.workshop, plan)
-        if not path.exists():
-            if self.job.strategy.integers and self.job.workshop.materials.backend == "auto":
-                plan = executor.resolve_plan(self.state)
-            plan.save(path)
-
-    def obey(self, other: RunInProgress) -> None:
-        """Use the kernels that another run uses, which is played together with this one."""
-        if not (self.folder.path / PLAN).exists():
-            KernelPlan.load(other.folder.path / PLAN).save(self.folder.path / PLAN)
-
     def settle(self, state: ServerState, record: RoundRecord, timing: Record) -> None:
         """Write a round down."""
         self.state = state
@@ -353,13 +335,24 @@ def run(
     ]
     if not runs:
         return
-    runs[0].prepare(executor, plan)
-    for other in runs[1:]:
-        other.obey(runs[0])
+    _prepare(runs, executor, plan)
     for one in runs:
         one.state = executor.placed(one.state)
     while under_way := [one for one in runs if not one.is_over]:
         play_round(under_way, executor)
+
+
+def _prepare(runs: Sequence[RunInProgress], executor: Executor, plan: KernelPlan) -> None:
+    """Get the executor ready, with the kernels that the first run began with or begins with now."""
+    paths = [run.folder.path / PLAN for run in runs]
+    is_new, workshop, strategy = not paths[0].exists(), runs[0].job.workshop, runs[0].job.strategy
+    plan = plan if is_new else KernelPlan.load(paths[0])
+    executor.prepare(workshop, plan)
+    if is_new and strategy.integers and workshop.materials.backend == "auto":
+        plan = executor.resolve_plan(runs[0].state)
+    for path in paths:
+        if not path.exists():
+            plan.save(path)
 
 
 def _known_tensors(job: Job, state: ServerState) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from cocofl.fl.strategies.base import Plan, Strategy, Tables
 from cocofl.fl.strategies.cocofl import cocofl
 from cocofl.fl.strategies.facts import StrategyFacts, declared_by, declares, read_facts
 from cocofl.fl.strategies.fedavg import centralized, fedavg, fedavg_full
-from cocofl.fl.strategies.fjord import fjord
-from cocofl.fl.strategies.heterofl import heterofl
+from cocofl.fl.strategies.widths import fjord, heterofl
 from cocofl.named import lookup
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
