@@ -1,10 +1,9 @@
 """One experiment, put together and run; and many of them."""
 
-from cocofl.experiment.engines import engine_kind, executor_for, machine_plan, remember_plan
+from cocofl.experiment.engines import executor_for, machine_plan, remember_plan
 from cocofl.experiment.runs import (
     Run,
     Spread,
-    batch_groups,
     evaluate_run,
     in_short,
     model_with,
@@ -12,14 +11,12 @@ from cocofl.experiment.runs import (
     simulate,
     simulate_batch,
 )
-from cocofl.experiment.setup import Setup, load_data, rounds_of
+from cocofl.experiment.setup import Setup, load_data
 
 __all__ = [
     "Run",
     "Setup",
     "Spread",
-    "batch_groups",
-    "engine_kind",
     "evaluate_run",
     "executor_for",
     "in_short",
@@ -28,7 +25,6 @@ __all__ = [
     "model_with",
     "open_folder",
     "remember_plan",
-    "rounds_of",
     "simulate",
     "simulate_batch",
 ]
