@@ -18,25 +18,10 @@ from torch import Tensor
 
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import Task, Workshop, scaled_layers
-from cocofl.fl.state import (
-    Contribution,
-    Part,
-    Tensors,
-    votes_of_rows,
-)
+from cocofl.fl.state import Contribution, Layout, Part, Tensors, votes_of_rows
 from cocofl.models import MODELS
-from cocofl.models.widths import Place
 from cocofl.span import Blocks, Span
-from cocofl.vector import (
-    WHOLE,
-    Cohort,
-    DeviceWork,
-    Program,
-    Rows,
-    Segments,
-    factor_row,
-    narrows,
-)
+from cocofl.vector import WHOLE, Cohort, DeviceWork, Program, Rows, Segments, factor_row, narrows
 
 PARAMETERS, STATISTICS, SCALES = "parameters", "statistics", "scales"
 _SCALE_BYTES = 4
@@ -151,7 +136,7 @@ def classifier_keys(workshop: Workshop) -> list[str]:
     return [f"{layers[-1]}.weight", f"{layers[-1]}.bias"] if layers else []
 
 
-class StackedLayout:
+class StackedLayout(Layout):
     """A network's tensors as rows: parameters, statistics (of narrower networks, too), scales.
 
     Tensors that are none of these stay under their keys.
@@ -182,7 +167,7 @@ class StackedLayout:
         parts, rest = Tensors(), dict(tensors)
         for kind, slots in self._slots.items():
             if own := {key: rest.pop(key) for key in slots.by_key if key in rest}:
-                parts[kind] = self._row(kind, own)
+                parts[kind] = slots.pack(own, self._like)
         if scales := {key: rest.pop(key) for key in self._sites.place if key in rest}:
             parts[SCALES] = self._scale_row(scales)
         by_width: dict[float, Tensors] = {}
@@ -210,21 +195,6 @@ class StackedLayout:
                 found[name] = part
         return found
 
-    def _row(
-        self,
-        kind: str,
-        tensors: Mapping[str, Tensor],
-        places: Mapping[str, Place] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """A row of tensors, at their places in the full network's; zeros elsewhere."""
-        full, slots, like = Tensors(), self._slots[kind], self._like.to(dtype or self._like.dtype)
-        for key, slot in slots.by_key.items():
-            full[key] = torch.zeros(slot.shape, dtype=like.dtype)
-            if key in tensors:
-                full[key][places[key] if places else ...] = tensors[key].to(like.dtype)
-        return slots.pack(full, like)
-
     def _scale_row(self, scales: Mapping[str, Tensor]) -> Tensor:
         row = torch.full((len(self._sites.keys),), torch.nan)
         for key, scale in scales.items():
@@ -239,7 +209,7 @@ class StackedLayout:
     def _statistics_row(self, width: float, tensors: Mapping[str, Tensor]) -> Tensor:
         """A narrower network's statistics at their places in the full one; fresh where unknown."""
         own = self._shop.model(width).state_dict() | dict(tensors)
-        return self._row(STATISTICS, own, self._shop.places(width))
+        return self._slots[STATISTICS].pack(own, self._like, self._shop.places(width))
 
     # What a cohort needs of states
 
@@ -273,10 +243,9 @@ class StackedLayout:
             own = {key: sent[key] for key in slots.by_key if key in sent}
             votes = {key: votes_of_rows(t, contribution.rows.get(key)) for key, t in own.items()}
             if own:
-                row, counted = (
-                    self._row(kind, tensors, places, torch.float64) for tensors in (own, votes)
-                )
-                yield Part(kind, row, votes=counted)
+                exact = self._like.double()
+                row = slots.pack(own, exact, places)
+                yield Part(kind, row, votes=slots.pack(votes, exact, places))
         rest = {key: tensor for key, tensor in sent.items() if key not in places}
         for name, row in self.from_keys(rest).items():
             yield _measured(name, row)

@@ -91,9 +91,15 @@ class Layout(Protocol):
     def is_learned(self, name: str) -> bool:
         """Whether a part holds parameters, rather than statistics or scales."""
 
+    def memory_of(self, contribution: Contribution) -> Memory:
+        """What the device remembers from now on, beside the parts of a state."""
+        if contribution.stacked is not None:
+            return contribution.memory
+        return {name: self.from_keys(own) for name, own in contribution.memory.items()}
+
 
 @dataclass(frozen=True, eq=False)
-class KeyLayout:
+class KeyLayout(Layout):
     """Each tensor under its key, in the memory of the CPU."""
 
     places: Places = lambda _width: {}
@@ -173,9 +179,7 @@ class ServerState:
 
     def remembering(self, sent: Contribution) -> ServerState:
         """The same with what a device remembers from now on."""
-        memory = sent.memory
-        if sent.stacked is None:
-            memory = {name: self.layout.from_keys(own) for name, own in memory.items()}
+        memory = self.layout.memory_of(sent)
         return replace(self, devices={**self.devices, sent.device: memory}) if memory else self
 
     def flat(self) -> Tensors:
