@@ -70,7 +70,7 @@ class GpuEvaluator:
             total.zero_()
         for chunk in chunks:
             samples = torch.from_numpy(chunk)
-            place = self._chunks.setdefault(len(chunk), samples.to(self._tests.on))
+            place = self._chunks.setdefault(len(chunk), samples.to(self._tests.on, copy=True))
             place.copy_(samples)
             if not self._sums:  # not within a captured computation, whose memory is its own
                 self._sums = [torch.zeros_like(part) for part in self._look(place)]
