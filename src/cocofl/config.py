@@ -10,11 +10,10 @@ import json
 import math
 import re
 import tomllib
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidExperiment
@@ -276,8 +275,6 @@ def typed(wanted: Any, value: Any, key: str) -> Any:
         return from_table(wanted, value, f"{key}.")  # type: ignore[arg-type]
     if wanted is Any:
         return value
-    if get_origin(wanted) in (Union, types.UnionType):
-        wanted = next(kind for kind in get_args(wanted) if kind is not type(None))
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if get_origin(wanted) is tuple and isinstance(value, list | tuple):

@@ -31,12 +31,11 @@ from cocofl.fl.stacked import (
     stacked,
 )
 from cocofl.fl.state import Memory, ServerState
-from cocofl.fl.training import Training, cross_entropy
+from cocofl.fl.training import cross_entropy
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.vector import (
     Cohort,
-    Optimizer,
     Precision,
     Program,
     Rows,
@@ -260,6 +259,12 @@ class CohortExecutor(Executor):
             assert layout is not None
             own_loss = self._workshop.loss
             is_plain = own_loss is cross_entropy
+            optimizer = training.stacked_optimizer()
+            if optimizer is None:
+                raise InvalidSetting(
+                    "the cohort engine knows the optimizers sgd and adam, not "
+                    f'{training.optimizer!r}; use engine.kind = "serial"'
+                )
             self._cohort = None  # its memory is for the next
 
             def make(devices: int) -> Cohort:
@@ -269,7 +274,7 @@ class CohortExecutor(Executor):
                     devices=devices,
                     batch=training.batch,
                     on=self._on,
-                    optimizer=_stacked_optimizer(training),
+                    optimizer=optimizer,
                     loss=losses.cross_entropy if is_plain else losses.one_by_one(own_loss),
                     precision=self._precision,
                     # A loss of one's own is told on the host which samples count.
@@ -304,12 +309,3 @@ def _padded(
             indices[step, d] = np.resize(samples, batch)
             valid[step, d] = len(samples)
     return indices, valid
-
-
-def _stacked_optimizer(training: Training) -> Optimizer:
-    if (found := training.stacked_optimizer()) is not None:
-        return found
-    raise InvalidSetting(
-        f"the cohort engine knows the optimizers sgd and adam, not {training.optimizer!r}; "
-        'use engine.kind = "serial"'
-    )

@@ -21,7 +21,7 @@ from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.local import Task, Workshop
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
-from cocofl.fl.state import Contribution, ServerState
+from cocofl.fl.state import Contribution, ServerState, is_scale
 from cocofl.fl.strategies import Plan, Strategy
 from cocofl.fl.training import Training
 from cocofl.fl.widths import StatisticsWork
@@ -208,7 +208,8 @@ class _Ledger:
             self._bytes_up += verdict.contribution.nbytes
             known = known._replace(work=verdict.work or known.work)
         elif answer.sent is not None:
-            self._bytes_up += answer.size_bytes
+            sent = answer.sent
+            self._bytes_up += len(sent) if isinstance(sent, bytes) else sent.nbytes
         if reason:
             self._reasons.append((answer.device, reason))
         self._devices[answer.device] = known._replace(fate=fate)
@@ -222,10 +223,13 @@ class _Ledger:
     def record(self, plan: RoundPlan, tested: dict[str, dict[str, Any]]) -> RoundRecord:
         """The round, as it is written down."""
         loss = round(float(np.mean(self._losses)), 6) if self._losses else None
+        # The server waits for the last update that it expects, in parts of the deadline.
+        in_vain = any(one.fate in ("late", "lost") for one in self._asked)
+        waits = 1.0 if in_vain else max((one.time for one in self._asked), default=0.0)
         return RoundRecord(
             round=plan.round_index + 1,
             lr=plan.lr,
-            simulated_s=round(_duration(self._asked) * self._job.deadline_s, 6),
+            simulated_s=round(waits * self._job.deadline_s, 6),
             bytes_up=self._bytes_up,
             loss=loss,
             devices=list(self._devices.values()),
@@ -234,13 +238,6 @@ class _Ledger:
             bytes_broadcast=self._bytes_broadcast,
             reasons=None if self._job.federation is not None else self._reasons,
         )
-
-
-def _duration(asked: Sequence[AskedDevice]) -> float:
-    """How long the server waits, in parts of the deadline: until the last update it expects."""
-    if any(one.fate in ("late", "lost") for one in asked):
-        return 1.0
-    return max((one.time for one in asked), default=0.0)
 
 
 # --- evaluation ----------------------------------------------------------------------------------
@@ -296,7 +293,9 @@ class RunInProgress:
         found = folder.rewind()
         self.next_round = found[0] if found else 0
         self.state = job.workshop.server_state(found[1]) if found else job.initial
-        check_state(job.workshop.chain(), _known_tensors(job, self.state), None)
+        chain, tensors = job.workshop.chain(), self.state.tensors.items()
+        own = chain.state_dict()  # without statistics of narrower networks
+        check_state(chain, {key: t for key, t in tensors if key in own or is_scale(key)}, None)
 
     @property
     def is_over(self) -> bool:
@@ -326,15 +325,12 @@ def run(
 ) -> None:
     """Play all rounds that the folders do not have yet; watchers are told of the first run.
 
-    Several jobs share a network and a recipe, and are played at once.
+    No folder is complete. Several jobs share a network and a recipe, and are played at once.
     """
-    todo = [(job, folder) for job, folder in jobs if not folder.is_complete]
     runs = [
         RunInProgress(job, folder, watchers if i == 0 else ())
-        for i, (job, folder) in enumerate(todo)
+        for i, (job, folder) in enumerate(jobs)
     ]
-    if not runs:
-        return
     _prepare(runs, executor, plan)
     for one in runs:
         one.state = executor.placed(one.state)
@@ -353,12 +349,6 @@ def _prepare(runs: Sequence[RunInProgress], executor: Executor, plan: KernelPlan
     for path in paths:
         if not path.exists():
             plan.save(path)
-
-
-def _known_tensors(job: Job, state: ServerState) -> dict[str, Any]:
-    """The state without statistics of narrower networks, which a chain does not know."""
-    own = set(job.workshop.chain().state_dict())
-    return {k: t for k, t in state.tensors.items() if k in own or k.startswith("scales.")}
 
 
 def _refuse_if_nobody_can_train(job: Job) -> None:

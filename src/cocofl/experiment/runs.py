@@ -199,13 +199,13 @@ def _play(
             until_the_end.enter_context(open_folder(path, one, resume=resume))
             for path, one in experiments.items()
         ]
-        if not all(folder.is_complete for folder in folders):
+        every = zip(folders, setups, jobs, strict=True)
+        if todo := [one for one in every if not one[0].is_complete]:
             own = until_the_end.enter_context(executor_for(first, executor))
-            for folder, setup in zip(folders, setups, strict=True):
-                if not folder.is_complete:
-                    folder.write_about(setup.about() | together)
-            run(list(zip(jobs, folders, strict=True)), own, machine_plan(), watchers)
-            remember_plan(KernelPlan.load(folders[0].path / PLAN))
+            for folder, setup, _ in todo:
+                folder.write_about(setup.about() | together)
+            run([(job, folder) for folder, _, job in todo], own, machine_plan(), watchers)
+            remember_plan(KernelPlan.load(todo[0][0].path / PLAN))
     return {folder.path: Run(folder) for folder in folders}
 
 

@@ -78,10 +78,6 @@ class Federation:
         """The steps of a device with the mean share of data."""
         return max(1, self.training.steps(round(float(self.partition.sizes.mean()))))
 
-    def steps(self, device: int) -> int:
-        """How many steps a device takes in a round."""
-        return self.training.steps(len(self.partition[device]))
-
     def in_random_order(self, round_index: int) -> Iterator[int]:
         """All who have data and can be asked, in the order in which this round asks them."""
         order = stream(self.seed, "sample", round_index).permutation(len(self.devices))
@@ -94,7 +90,7 @@ class Federation:
 
     def situation(self, device: int, round_index: int) -> Situation:
         """What a device has in a round."""
-        steps = self.steps(device)
+        steps = self.training.steps(len(self.partition[device]))
         load = steps / self.mean_steps
         budget = self.devices.budget(device, round_index, samples=steps * self.training.batch)
         return Situation(
