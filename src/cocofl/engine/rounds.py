@@ -18,7 +18,7 @@ from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.federation import Faults, Federation
-from cocofl.fl.local import Task, Workshop
+from cocofl.fl.local import Task, Workshop, norms_of
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
 from cocofl.fl.state import Contribution, ServerState, is_scale
@@ -251,7 +251,8 @@ def _evaluate(
     kinds = [settings.statistics] if (plan.round_index + 1) % settings.every == 0 or is_last else []
     if kinds and (is_last or settings.statistics == "running"):
         state = _with_statistics(job, executor, state, plan, merged)
-    if is_last and job.workshop.has_norm_statistics and job.federation is not None:
+    has_choice = any(norm.track_running_stats for norm in norms_of(job.workshop.model()))
+    if is_last and has_choice and job.federation is not None:
         # Which statistics a published number was made with is rarely said: the end has both.
         kinds += [kind for kind in STATISTICS if kind != settings.statistics]
     return state, {kind: evaluate(job, executor, state, kind) for kind in kinds}

@@ -178,11 +178,6 @@ class Workshop:
                 found.append([part.numpy() for part in self.tally.sums(net(inputs), labels)])
         return found
 
-    @property
-    def has_norm_statistics(self) -> bool:
-        """Whether a norm of the network keeps statistics, so that evaluation has a choice."""
-        return any(norm.track_running_stats for norm in norms_of(self.model()))
-
 
 def one_sample_refused(device: int) -> InvalidSetting:
     """What is wrong with the mini-batches of a device."""
