@@ -34,8 +34,7 @@ from cocofl.engine.executor import InProcess
 from cocofl.engine.rounds import Job, RunInProgress, play_round
 from cocofl.engine.workers import Workers
 from cocofl.fl.devices import Group, make_devices
-from cocofl.fl.faults import Faults
-from cocofl.fl.federation import Federation
+from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.local import Materials, Workshop
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import Evaluation

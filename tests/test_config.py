@@ -89,10 +89,12 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
     path = tmp_path / "one.toml"
     path.write_text(
         '[tables]\nspans = "table.json"\n[[devices.groups]]\nname = "a"\ntrace = "trace.csv"\n'
+        '[[devices.groups]]\nname = "b"\ntrace = "mine:trace"\n'
     )
     experiment = Experiment.load(path)
     assert experiment.tables.spans == str(tmp_path / "table.json")
     assert experiment.devices.groups[0]["trace"] == str(tmp_path / "trace.csv")
+    assert experiment.devices.groups[1]["trace"] == "mine:trace"
 
 
 def test_values_on_the_command_line() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from cocofl.config import Experiment
 from cocofl.data.partition import check_rule
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import InvalidExperiment
-from cocofl.experiment import Run, in_short, make_executor, simulate_batch
+from cocofl.experiment import Run, executor_for, in_short, simulate_batch
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import lookup
 
@@ -39,7 +38,7 @@ def compare(
     """
     _check(experiment, strategies, splits, lr_grid)
     played: list[Run] = []
-    with closing(make_executor(experiment)) as executor:
+    with executor_for(experiment) as executor:
 
         def say(paths: Sequence[Path], rounds: int) -> None:
             announce(in_short([str(path.relative_to(out)) for path in paths]), rounds)

@@ -10,16 +10,15 @@ import json
 import math
 import re
 import tomllib
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidExperiment
 from cocofl.fl.codec import Upload
-from cocofl.fl.faults import Faults
+from cocofl.fl.federation import Faults
 from cocofl.fl.metrics import Evaluation
 from cocofl.fl.training import Training
 from cocofl.freeze import backend_names
@@ -29,6 +28,8 @@ from cocofl.vector import PRECISIONS
 ENGINES = ("auto", "serial", "cohort", "flower")
 MAX_SEED = 2**63 - 1  # the largest that PyTorch takes
 MAX_WORKERS = 1024  # each is a process with a PyTorch of its own
+_IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_IN_WORDS |= {tuple: "a list", dict: "a table"}
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,7 @@ class Experiment:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts of everything, defaults included."""
-        content: dict[str, Any] = _to_dict(self)
-        return content
+        return dict(_to_dict(self))
 
     def by_key(self) -> dict[str, Any]:
         """Every value under its dotted key.
@@ -214,17 +214,18 @@ class Experiment:
         >>> Experiment().by_key()["training.lr"]
         0.1
         """
-        values: dict[str, Any] = {}
-        for name, value in self.to_dict().items():
-            if isinstance(value, Mapping):
-                values |= {f"{name}.{key}": item for key, item in value.items()}
-            else:
-                values[name] = value
-        return values
+        return _by_key(self.to_dict())
 
     def to_toml(self) -> str:
         """The experiment as a file that gives the same experiment again."""
-        return _toml(self.to_dict())
+        lines, section = list[str](), ""
+        for path, value in self.by_key().items():
+            table, _, key = path.rpartition(".")
+            if table != section:
+                lines += ["", f"[{table}]"]
+                section = table
+            lines.append(f"{key} = {_toml_value(value)}")
+        return "\n".join(lines) + "\n"
 
 
 def parse_value(text: str) -> Any:
@@ -253,11 +254,9 @@ def from_table(cls: type[Any], content: Any, prefix: str = "") -> Any:
                 f"strategy.options is {content['options']!r}; expected a table, or each option "
                 "beside the name"
             )
-        options = {key: value for key, value in content.items() if key not in ("name", "options")}
-        content = {
-            **{key: content[key] for key in ("name",) if key in content},
-            "options": {**content.get("options", {}), **options},
-        }
+        beside = {key: value for key, value in content.items() if key not in ("name", "options")}
+        name = {"name": content["name"]} if "name" in content else {}
+        content = {**name, "options": {**content.get("options", {}), **beside}}
     types_of = get_type_hints(cls)
     known = {f.name for f in fields(cls)}
     for key in content:
@@ -276,18 +275,25 @@ def typed(wanted: Any, value: Any, key: str) -> Any:
         return from_table(wanted, value, f"{key}.")  # type: ignore[arg-type]
     if wanted is Any:
         return value
-    if get_origin(wanted) in (Union, types.UnionType):
-        wanted = next(kind for kind in get_args(wanted) if kind is not type(None))
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if get_origin(wanted) is tuple and isinstance(value, list | tuple):
         return tuple(typed(get_args(wanted)[0], item, key) for item in value)
     plain = get_origin(wanted) or wanted
     if not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
-        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-        expected = names.get(plain, {tuple: "a list", dict: "a table"}.get(plain, str(plain)))
-        raise InvalidExperiment(f"{key} is {value!r}; expected {expected}")
+        raise InvalidExperiment(f"{key} is {value!r}; expected {_IN_WORDS.get(plain, plain)}")
     return value
+
+
+def _by_key(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of nested tables under dotted keys."""
+    values: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            values |= {f"{name}.{key}": item for key, item in value.items()}
+        else:
+            values[name] = value
+    return values
 
 
 def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,34 +329,23 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     below = (folder / base).resolve()
     if below in above or below == path.resolve():
         raise InvalidExperiment(f"{path}: its base {base} rests on this very file")
-    return _on_top(_read(below, (*above, path.resolve())), content)
-
-
-def _on_top(base: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, table by table; where both say something the second holds."""
-    merged = dict(base)
-    for key, value in content.items():
-        below = merged.get(key)
-        both_tables = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[key] = {**below, **value} if both_tables else value  # type: ignore[dict-item]
-    return merged
+    return _changed(_read(below, (*above, path.resolve())), _by_key(content))
 
 
 _PATHS = (("model", "init"), ("data", "dir"), ("tables", "spans"), ("tables", "widths"))
 
 
 def _make_absolute(content: dict[str, Any], folder: Path) -> None:
-    """Let paths that the file names be those relative to the file."""
-    for section, key in _PATHS:
-        table = content.get(section)
-        value = table.get(key) if isinstance(table, dict) else None
-        if isinstance(value, str) and (folder / value).exists() and value:
-            table[key] = str(folder / value)  # type: ignore[index]
+    """Let files that are named here be those relative to this file."""
     devices = content.get("devices")
     groups = devices.get("groups") if isinstance(devices, dict) else None
-    for group in groups if isinstance(groups, list) else []:
-        if isinstance(group, dict) and isinstance(group.get("trace"), str):
-            group["trace"] = str(folder / group["trace"])
+    named = [(content.get(section), key) for section, key in _PATHS]
+    if isinstance(groups, list):
+        named += [(group, "trace") for group in groups]
+    for table, key in named:
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(value, str) and value and (folder / value).exists():
+            table[key] = str(folder / value)  # type: ignore[index]
 
 
 # --- dataclasses to TOML -------------------------------------------------------------------------
@@ -362,16 +357,6 @@ def _to_dict(value: Any) -> Any:
     if is_dataclass(value):
         return {f.name: _to_dict(getattr(value, f.name)) for f in fields(value)}
     return list(value) if isinstance(value, tuple) else value
-
-
-def _toml(content: Mapping[str, Any]) -> str:
-    plain = {key: value for key, value in content.items() if not isinstance(value, Mapping)}
-    lines = [f"{key} = {_toml_value(value)}" for key, value in plain.items()]
-    for section, table in content.items():
-        if isinstance(table, Mapping):
-            lines += ["", f"[{section}]"]
-            lines += [f"{key} = {_toml_value(value)}" for key, value in table.items()]
-    return "\n".join(lines) + "\n"
 
 
 def _toml_value(value: Any) -> str:

@@ -52,7 +52,8 @@ class Blocks:
     @classmethod
     def parse(cls, text: str) -> Blocks:
         """Read what ``str`` prints; a :class:`Span` where it is one."""
-        return _as_span_if_one(Blocks(text))
+        found = Blocks(text)
+        return found.spans[0] if len(found._runs) == 1 else found
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -75,9 +76,7 @@ class Blocks:
         return any(start <= block < stop for start, stop in self._runs)
 
     def __or__(self, other: Blocks) -> Blocks:
-        union = Blocks.__new__(Blocks)
-        union._runs = _joined((*self._runs, *other._runs))
-        return _as_span_if_one(union)
+        return Blocks.parse(f"{self}+{other}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Blocks) and self._runs == other._runs
@@ -172,10 +171,6 @@ def _joined(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         else:
             found.append((start, stop))
     return tuple(found)
-
-
-def _as_span_if_one(blocks: Blocks) -> Blocks:
-    return blocks.spans[0] if len(blocks._runs) == 1 else blocks
 
 
 def all_spans(n_blocks: int) -> Iterator[Span]:

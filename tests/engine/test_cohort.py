@@ -21,7 +21,9 @@ from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
 from cocofl.errors import InvalidExperiment, InvalidSetting
-from cocofl.experiment import Run, Setup, batch_groups, engine_kind, simulate, simulate_batch
+from cocofl.experiment import Run, Setup, simulate, simulate_batch
+from cocofl.experiment.engines import engine_kind
+from cocofl.experiment.runs import batch_groups
 from cocofl.fl.local import Task
 from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork

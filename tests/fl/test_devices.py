@@ -77,9 +77,8 @@ def test_groups_from_toml_tables(tmp_path: Path) -> None:
     phones, pis = groups_from(
         [
             {"name": "phones", "share": 0.3, "time": {"uniform": [0.2, 0.4]}, "memory": "200MB"},
-            {"name": "pis", "trace": "trace.csv"},
-        ],
-        tmp_path,
+            {"name": "pis", "trace": str(tmp_path / "trace.csv")},
+        ]
     )
     assert phones == Group("phones", 0.3, time=Uniform(0.2, 0.4), memory="200MB")
     devices = make_devices(2, [pis], seed=0)
@@ -89,7 +88,7 @@ def test_groups_from_toml_tables(tmp_path: Path) -> None:
 
 def test_a_trace_with_a_missing_device(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text(TRACE)
-    groups = groups_from([{"name": "pis", "trace": "trace.csv"}], tmp_path)
+    groups = groups_from([{"name": "pis", "trace": str(tmp_path / "trace.csv")}])
     with pytest.raises(InvalidDevices, match=r"group 'pis' lacks device 2.*3 here"):
         make_devices(3, groups, seed=0)
 
@@ -191,7 +190,7 @@ COMING_AND_GOING = """device,round,time,memory,upload,available
 
 def test_who_cannot_be_asked_is_not_drawn_and_others_are_instead(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text(COMING_AND_GOING)
-    groups = groups_from([{"name": "a", "trace": "trace.csv"}], tmp_path)
+    groups = groups_from([{"name": "a", "trace": str(tmp_path / "trace.csv")}])
     parts = Partition(np.arange(6), np.array([0, 2, 4, 6]), np.arange(0))
 
     def drawn(group: Group, round_index: int) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cocofl import Span, data
 from cocofl.engine.executor import added
 from cocofl.errors import InvalidSetting
-from cocofl.fl.batches import batch_stream, mini_batches, n_batches, tensors
+from cocofl.fl.batches import mini_batches, n_batches, tensors
 from cocofl.fl.local import Materials, Workshop
 from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
@@ -29,7 +29,7 @@ from .conftest import initial, make_workshop, task
 def plain_training(workshop: Workshop, model: nn.Module, one, **settings: float) -> None:
     """The task's mini-batches in an ordinary loop."""
     optimizer = torch.optim.SGD(model.parameters(), lr=one.lr, **settings)
-    rng = batch_stream(one.seed, one.round_index, one.device)
+    rng = one.rng("batches")
     for indices in mini_batches(one.indices, 16, "keep", 1, rng):
         inputs, labels = tensors(workshop.materials.train, indices)
         optimizer.zero_grad()
@@ -167,7 +167,7 @@ def test_statistics_are_means_over_a_devices_mini_batches(workshop: Workshop) ->
     state, one = initial(workshop), task(StatisticsWork())
     sent = workshop.train(one, state).tensors
     assert all("running" in key for key in sent)
-    rng = batch_stream(one.seed, one.round_index, one.device)
+    rng = one.rng("batches")
     convolve = nn.functional.conv2d
     means = [
         convolve(

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from cocofl.engine.executor import Answer, Asked, Executor, RoundPlan
-from cocofl.engine.gpu_data import GpuSplit
-from cocofl.engine.gpu_evaluation import GpuEvaluator
+from cocofl.engine.gpu_evaluation import GpuEvaluator, GpuSplit
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import Task, Workshop, one_sample_refused
@@ -32,12 +31,11 @@ from cocofl.fl.stacked import (
     stacked,
 )
 from cocofl.fl.state import Memory, ServerState
-from cocofl.fl.training import Loss, Training, cross_entropy
+from cocofl.fl.training import cross_entropy
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.vector import (
     Cohort,
-    Optimizer,
     Precision,
     Program,
     Rows,
@@ -142,11 +140,11 @@ class CohortExecutor(Executor):
                 else:
                     alone = self._workshop.train(task, state)
                     yield run, Answer(task.device, alone)
+        states = [state for _, state in asked]
         for trains in (True, False):
             some = [one for one in together if one.work.sends_parameters is trains]
             if some:
-                states = [state for _, state in asked]
-                yield from self._in_cohort(some, states, keep=keep, measure=not trains)
+                yield from self._in_cohort(some, states, keep=keep)
 
     def _stacked(self, task: Task) -> StackedWork | None:
         """The task's work in the cohort's terms; None where it has to be done alone."""
@@ -161,13 +159,9 @@ class CohortExecutor(Executor):
             return None
 
     def _in_cohort(
-        self,
-        everyone: Sequence[_Participant],
-        states: Sequence[ServerState],
-        *,
-        keep: bool,
-        measure: bool,
+        self, everyone: Sequence[_Participant], states: Sequence[ServerState], *, keep: bool
     ) -> Iterator[tuple[int, Answer]]:
+        """Of devices that all train, or all measure norm statistics."""
         layout = self._layout()
         assert layout is not None
         distils = any(one.work.device.distillation > 0 for one in everyone)
@@ -176,10 +170,10 @@ class CohortExecutor(Executor):
         rows = Rows.below_each_other([layout.rows(state.parts) for state in states])
         for first in range(0, len(everyone), cohort.devices):
             some = everyone[first : first + cohort.devices]
-            if measure:
-                found = self._measure(cohort, some, rows)
-            else:
+            if everyone[0].work.sends_parameters:
                 found = self._train(cohort, some, rows, states, layout)
+            else:
+                found = self._measure(cohort, some, rows)
             for one, trained in zip(some, found, strict=True):
                 sent = layout.sent(one.work, one.task, trained.clone() if keep else trained)
                 sent = self._workshop.transmitted(sent, one.task, states[one.run])
@@ -204,7 +198,8 @@ class CohortExecutor(Executor):
         device_works = [one.work.device._replace(state=one.run) for one in some]
         memories = [_memory(states[one.run], one.task) for one in some]
         cohort.train(rows, known, device_works, indices, valid, levels, memories)
-        means, sound = cohort.losses.tolist(), _are_finite(cohort)
+        sums = cohort.parameters.sum(1) + cohort.statistics.sum(1)
+        means, sound = cohort.losses.tolist(), sums.isfinite().tolist()
         scales = (~cohort.measured.isnan()).sum(1).tolist()
         for d, work in enumerate(works):
             at: set[int] = set()
@@ -262,7 +257,14 @@ class CohortExecutor(Executor):
             self._room_for = max(wanted, most), distils or distilled
             layout, training = self._layout(), self._workshop.training
             assert layout is not None
-            program = layout.networks.program
+            own_loss = self._workshop.loss
+            is_plain = own_loss is cross_entropy
+            optimizer = training.stacked_optimizer()
+            if optimizer is None:
+                raise InvalidSetting(
+                    "the cohort engine knows the optimizers sgd and adam, not "
+                    f'{training.optimizer!r}; use engine.kind = "serial"'
+                )
             self._cohort = None  # its memory is for the next
 
             def make(devices: int) -> Cohort:
@@ -272,12 +274,12 @@ class CohortExecutor(Executor):
                     devices=devices,
                     batch=training.batch,
                     on=self._on,
-                    optimizer=_stacked_optimizer(training),
-                    loss=_stacked_loss(self._workshop.loss),
+                    optimizer=optimizer,
+                    loss=losses.cross_entropy if is_plain else losses.one_by_one(own_loss),
                     precision=self._precision,
                     # A loss of one's own is told on the host which samples count.
-                    capture=self._workshop.loss is cross_entropy,
-                    program=program,
+                    capture=is_plain,
+                    program=layout.networks.program,
                 )
 
             most, distilled = self._room_for
@@ -307,22 +309,3 @@ def _padded(
             indices[step, d] = np.resize(samples, batch)
             valid[step, d] = len(samples)
     return indices, valid
-
-
-def _stacked_optimizer(training: Training) -> Optimizer:
-    if (found := training.stacked_optimizer()) is not None:
-        return found
-    raise InvalidSetting(
-        f"the cohort engine knows the optimizers sgd and adam, not {training.optimizer!r}; "
-        'use engine.kind = "serial"'
-    )
-
-
-def _stacked_loss(loss: Loss) -> losses.StackedLoss:
-    return losses.cross_entropy if loss is cross_entropy else losses.one_by_one(loss)
-
-
-def _are_finite(cohort: Cohort) -> list[bool]:
-    sound = cohort.parameters.sum(1).isfinite() & cohort.statistics.sum(1).isfinite()
-    found: list[bool] = sound.tolist()
-    return found

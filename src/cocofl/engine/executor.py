@@ -39,13 +39,6 @@ class Answer(NamedTuple):
     broadcast_bytes: int | None = None
     """What the device was sent."""
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of what was sent."""
-        if self.sent is None:
-            return 0
-        return len(self.sent) if isinstance(self.sent, bytes) else self.sent.nbytes
-
 
 Asked = Sequence[tuple[RoundPlan, ServerState]]
 """What each of several runs wants collected, and what its devices begin with."""

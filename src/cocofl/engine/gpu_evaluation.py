@@ -1,19 +1,45 @@
-"""Tests the server's model on a GPU."""
+"""Data that lies on a GPU, and testing the server's model there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cocofl.engine.gpu_data import GpuSplit
+from cocofl.data import Split
 from cocofl.fl.batches import Ints
 from cocofl.fl.local import Workshop, norms_of
 from cocofl.fl.metrics import Sums
 from cocofl.fl.state import ServerState, is_scale
 from cocofl.vector import Graphs, Precision
+
+
+class GpuSplit:
+    """A split's samples on a device, as they are stored; images are normalised when asked for."""
+
+    def __init__(self, split: Split, on: torch.device) -> None:
+        self.on, facts = on, split.facts
+        self.classes = facts.num_classes
+        self._is_image = facts.task == "image"
+        self._inputs = torch.from_numpy(np.array(split.inputs)).to(on)
+        self._labels = torch.from_numpy(np.array(split.labels)).to(on)
+        if self._is_image:
+            mean, std = (np.asarray(values, np.float32) for values in (facts.mean, facts.std))
+            self._mean = torch.from_numpy(mean * np.float32(255)).to(on)
+            self._scale = torch.from_numpy(np.float32(1) / (std * np.float32(255))).to(on)
+
+    def __call__(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Inputs and labels at ``indices``, of any shape; images (…, channel, height, width)."""
+        stored = self._inputs[indices]
+        if self._is_image:
+            pixels = (stored.float() - self._mean) * self._scale
+            inputs = pixels.movedim(-1, -3)  # stored channels last, and so it stays in memory
+        else:
+            inputs = stored.long()
+        return (inputs,), self._labels[indices]
 
 
 class GpuEvaluator:
@@ -44,7 +70,7 @@ class GpuEvaluator:
             total.zero_()
         for chunk in chunks:
             samples = torch.from_numpy(chunk)
-            place = self._chunks.setdefault(len(chunk), samples.to(self._tests.on))
+            place = self._chunks.setdefault(len(chunk), samples.to(self._tests.on, copy=True))
             place.copy_(samples)
             if not self._sums:  # not within a captured computation, whose memory is its own
                 self._sums = [torch.zeros_like(part) for part in self._look(place)]

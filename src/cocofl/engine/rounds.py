@@ -17,12 +17,11 @@ import numpy as np
 from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
-from cocofl.fl.faults import Faults
-from cocofl.fl.federation import Federation
-from cocofl.fl.local import Task, Workshop
+from cocofl.fl.federation import Faults, Federation
+from cocofl.fl.local import Task, Workshop, norms_of
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
-from cocofl.fl.state import Contribution, ServerState
+from cocofl.fl.state import Contribution, ServerState, is_scale
 from cocofl.fl.strategies import Plan, Strategy
 from cocofl.fl.training import Training
 from cocofl.fl.widths import StatisticsWork
@@ -143,10 +142,9 @@ def ask_devices(job: Job, round_index: int) -> list[AskedDevice]:
         plans = ((device, plan) for device, plan in plans if plan is not None)
     asked = []
     for device, plan in sorted(islice(plans, federation.per_round), key=lambda pair: pair[0]):
-        if plan is None:
-            asked.append(AskedDevice(device, None, "infeasible", 0.0))
-            continue
-        fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
+        fate, duration = "infeasible", 0.0
+        if plan is not None:
+            fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
         asked.append(AskedDevice(device, plan, fate, duration))
     return asked
 
@@ -210,7 +208,8 @@ class _Ledger:
             self._bytes_up += verdict.contribution.nbytes
             known = known._replace(work=verdict.work or known.work)
         elif answer.sent is not None:
-            self._bytes_up += answer.size_bytes
+            sent = answer.sent
+            self._bytes_up += len(sent) if isinstance(sent, bytes) else sent.nbytes
         if reason:
             self._reasons.append((answer.device, reason))
         self._devices[answer.device] = known._replace(fate=fate)
@@ -224,10 +223,13 @@ class _Ledger:
     def record(self, plan: RoundPlan, tested: dict[str, dict[str, Any]]) -> RoundRecord:
         """The round, as it is written down."""
         loss = round(float(np.mean(self._losses)), 6) if self._losses else None
+        # The server waits for the last update that it expects, in parts of the deadline.
+        in_vain = any(one.fate in ("late", "lost") for one in self._asked)
+        waits = 1.0 if in_vain else max((one.time for one in self._asked), default=0.0)
         return RoundRecord(
             round=plan.round_index + 1,
             lr=plan.lr,
-            simulated_s=round(_duration(self._asked) * self._job.deadline_s, 6),
+            simulated_s=round(waits * self._job.deadline_s, 6),
             bytes_up=self._bytes_up,
             loss=loss,
             devices=list(self._devices.values()),
@@ -236,13 +238,6 @@ class _Ledger:
             bytes_broadcast=self._bytes_broadcast,
             reasons=None if self._job.federation is not None else self._reasons,
         )
-
-
-def _duration(asked: Sequence[AskedDevice]) -> float:
-    """How long the server waits, in parts of the deadline: until the last update it expects."""
-    if any(one.fate in ("late", "lost") for one in asked):
-        return 1.0
-    return max((one.time for one in asked), default=0.0)
 
 
 # --- evaluation ----------------------------------------------------------------------------------
@@ -256,7 +251,8 @@ def _evaluate(
     kinds = [settings.statistics] if (plan.round_index + 1) % settings.every == 0 or is_last else []
     if kinds and (is_last or settings.statistics == "running"):
         state = _with_statistics(job, executor, state, plan, merged)
-    if is_last and job.workshop.has_norm_statistics and job.federation is not None:
+    has_choice = any(norm.track_running_stats for norm in norms_of(job.workshop.model()))
+    if is_last and has_choice and job.federation is not None:
         # Which statistics a published number was made with is rarely said: the end has both.
         kinds += [kind for kind in STATISTICS if kind != settings.statistics]
     return state, {kind: evaluate(job, executor, state, kind) for kind in kinds}
@@ -298,28 +294,14 @@ class RunInProgress:
         found = folder.rewind()
         self.next_round = found[0] if found else 0
         self.state = job.workshop.server_state(found[1]) if found else job.initial
-        check_state(job.workshop.chain(), _known_tensors(job, self.state), None)
+        chain, tensors = job.workshop.chain(), self.state.tensors.items()
+        own = chain.state_dict()  # without statistics of narrower networks
+        check_state(chain, {key: t for key, t in tensors if key in own or is_scale(key)}, None)
 
     @property
     def is_over(self) -> bool:
         """Whether all rounds are played."""
         return self.next_round >= self.job.rounds
-
-    def prepare(self, executor: Executor, plan: KernelPlan) -> None:
-        """Get the executor ready, with the kernels that this run began with or begins with now."""
-        path = self.folder.path / PLAN
-        if path.exists():
-            plan = KernelPlan.load(path)
-        executor.prepare(self.job.workshop, plan)
-        if not path.exists():
-            if self.job.strategy.integers and self.job.workshop.materials.backend == "auto":
-                plan = executor.resolve_plan(self.state)
-            plan.save(path)
-
-    def obey(self, other: RunInProgress) -> None:
-        """Use the kernels that another run uses, which is played together with this one."""
-        if not (self.folder.path / PLAN).exists():
-            KernelPlan.load(other.folder.path / PLAN).save(self.folder.path / PLAN)
 
     def settle(self, state: ServerState, record: RoundRecord, timing: Record) -> None:
         """Write a round down."""
@@ -344,28 +326,30 @@ def run(
 ) -> None:
     """Play all rounds that the folders do not have yet; watchers are told of the first run.
 
-    Several jobs share a network and a recipe, and are played at once.
+    No folder is complete. Several jobs share a network and a recipe, and are played at once.
     """
-    todo = [(job, folder) for job, folder in jobs if not folder.is_complete]
     runs = [
         RunInProgress(job, folder, watchers if i == 0 else ())
-        for i, (job, folder) in enumerate(todo)
+        for i, (job, folder) in enumerate(jobs)
     ]
-    if not runs:
-        return
-    runs[0].prepare(executor, plan)
-    for other in runs[1:]:
-        other.obey(runs[0])
+    _prepare(runs, executor, plan)
     for one in runs:
         one.state = executor.placed(one.state)
     while under_way := [one for one in runs if not one.is_over]:
         play_round(under_way, executor)
 
 
-def _known_tensors(job: Job, state: ServerState) -> dict[str, Any]:
-    """The state without statistics of narrower networks, which a chain does not know."""
-    own = set(job.workshop.chain().state_dict())
-    return {k: t for k, t in state.tensors.items() if k in own or k.startswith("scales.")}
+def _prepare(runs: Sequence[RunInProgress], executor: Executor, plan: KernelPlan) -> None:
+    """Get the executor ready, with the kernels that the first run began with or begins with now."""
+    paths = [run.folder.path / PLAN for run in runs]
+    is_new, workshop, strategy = not paths[0].exists(), runs[0].job.workshop, runs[0].job.strategy
+    plan = plan if is_new else KernelPlan.load(paths[0])
+    executor.prepare(workshop, plan)
+    if is_new and strategy.integers and workshop.materials.backend == "auto":
+        plan = executor.resolve_plan(runs[0].state)
+    for path in paths:
+        if not path.exists():
+            plan.save(path)
 
 
 def _refuse_if_nobody_can_train(job: Job) -> None:

@@ -30,10 +30,9 @@ from cocofl.freeze import KernelPlan
 class Worker:
     """Answers one request after the other."""
 
-    def __init__(self) -> None:
-        self._workshop: Workshop | None = None
-        self._made_of = b""
-        self._state = ServerState({})
+    _workshop: Workshop
+    _state: ServerState
+    _made_of = b""
 
     def path(self, path: list[str]) -> None:
         """Find modules where the parent finds them: the user's own functions live there."""
@@ -42,7 +41,7 @@ class Worker:
     def prepare(self, materials: Materials, choices: dict[str, str]) -> None:
         """Make a workshop for an experiment; the last one's will do if it is the same."""
         made_of = wire.dumps(materials)  # names and paths
-        if self._workshop is None or made_of != self._made_of:
+        if made_of != self._made_of:
             self._workshop, self._made_of = Workshop(materials), made_of
         if self._workshop.plan.choices != choices:
             self._workshop.plan = KernelPlan(choices)
@@ -53,18 +52,15 @@ class Worker:
 
     def resolve_plan(self) -> dict[str, str]:
         """Choose kernels under the conditions that devices train in."""
-        assert self._workshop is not None
         self._workshop.resolve_plan(self._state)
         return self._workshop.plan.choices
 
     def train(self, task: Task) -> Contribution:
         """Train a device; what is sent in an encoded form, too, is needed decoded here."""
-        assert self._workshop is not None
         return replace(self._workshop.train(task, self._state), payloads={})
 
     def test(self, chunks: Any, statistics: str) -> Any:
         """Test the server's model on some of the test data."""
-        assert self._workshop is not None
         return self._workshop.test(self._state, chunks, statistics)
 
 

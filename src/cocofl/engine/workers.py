@@ -133,9 +133,6 @@ class Workers(Executor):
     def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
         """Each worker makes a workshop of its own."""
         self._materials = workshop.materials
-        self._obey(plan)
-
-    def _obey(self, plan: KernelPlan) -> None:
         self._all("prepare", self._materials, plan.choices)
 
     def resolve_plan(self, state: ServerState) -> KernelPlan:
@@ -143,7 +140,7 @@ class Workers(Executor):
         self._share(state)
         self._channels[0].ask("resolve_plan")
         plan = KernelPlan(self._channels[0].answer(), fixed=True)
-        self._obey(plan)
+        self._all("prepare", self._materials, plan.choices)
         return plan
 
     def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,6 +31,17 @@ def make_executor(experiment: Experiment) -> Executor:
         "engine.kind flower runs inside Flower: use `cocofl run --engine flower`, or "
         "cocofl.flower.simulation.simulate(experiment)"
     )
+
+
+@contextmanager
+def executor_for(experiment: Experiment, given: Executor | None = None) -> Iterator[Executor]:
+    """The executor that is given, which stays open; else the one that the experiment asks for."""
+    own = given or make_executor(experiment)
+    try:
+        yield own
+    finally:
+        if given is None:
+            own.close()
 
 
 def engine_kind(experiment: Experiment) -> str:

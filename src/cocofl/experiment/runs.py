@@ -1,28 +1,51 @@
-"""Running an experiment, and what came out of it."""
+"""Running experiments, and what came out of them.
+
+On a GPU those that share a network are one computation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from cocofl.config import Experiment
+from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.rounds import Watcher, evaluate, run
 from cocofl.errors import InvalidExperiment
-from cocofl.experiment.engines import engine_kind, machine_plan, make_executor, remember_plan
-from cocofl.experiment.setup import Setup
+from cocofl.experiment.engines import (
+    engine_kind,
+    executor_for,
+    machine_plan,
+    make_executor,
+    remember_plan,
+)
+from cocofl.experiment.setup import Setup, load_data, rounds_of
 from cocofl.fl.metrics import MetricFacts, recorded_metric
-from cocofl.fl.strategies import NEEDS_NOTHING
+from cocofl.fl.strategies import NEEDS_NOTHING, facts_of
 from cocofl.freeze import KernelPlan, State
 from cocofl.named import names_in, refuse_untrusted
-from cocofl.runlog import RoundRecord, RunFolder, Scores, metric_names, only_writer
+from cocofl.runlog import PLAN, RoundRecord, RunFolder, Scores, metric_names, only_writer
+
+DEVICES_AT_ONCE = 40
+"""More gain little (docs/cohort.md), and the more runs share a GPU, the later the first ends."""
+
+_COMMON = (
+    *("model.", "training.", "engine.", "upload.", "evaluation.metrics"),
+    *("data.name", "data.dir", "data.preset"),
+)
+# The learning rate is a device's own.
+_OWN = ("training.lr", "training.decay_rounds", "training.decay_factor")
+
+Announce = Callable[[Sequence[Path], int], None]
+"""Is told which folders' runs begin, and how many rounds the first has."""
 
 
 @dataclass(frozen=True)
@@ -124,23 +147,101 @@ def simulate(
     """
     experiment = experiment or Experiment()
     path = Path(out) if out is not None else experiment.folder
-    # Whatever is wrong with the experiment is found before a folder is made for it.
-    setup = Setup(experiment)
-    job = setup.job()
-    if executor is None and engine_kind(experiment) == "cohort":
-        make_executor(experiment)  # also a GPU that is not there
-    with open_folder(path, experiment, resume=resume) as folder:
-        if folder.is_complete:
-            return Run(folder)
-        own = executor or make_executor(experiment)
-        try:
-            folder.write_about(setup.about())
-            run([(job, folder)], own, machine_plan(), watchers)
-            remember_plan(KernelPlan.load(folder.path / "plan.json"))
-        finally:
-            if executor is None:
-                own.close()
-        return Run(folder)
+    return _play({path: experiment}, executor, watchers, resume=resume)[path]
+
+
+def simulate_batch(
+    experiments: Mapping[Path, Experiment],
+    *,
+    resume: bool = False,
+    executor: Executor | None = None,
+    watchers: Sequence[Watcher] = (),
+    announce: Announce = lambda _paths, _rounds: None,
+) -> list[Run]:
+    """Run experiments, each into its folder; watchers are told of the first of those at once.
+
+    A cohort plays seeds, strategies and splits at once that share model, data set and training.
+    Elsewhere one run follows another.
+    """
+    first = next(iter(experiments.values()))
+    if any(
+        one.engine != first.engine or engine_kind(one) != engine_kind(first)
+        for one in experiments.values()
+    ):
+        raise InvalidExperiment("experiments that run together must have the same engine")
+    found: dict[Path, Run] = {}
+    with executor_for(first, executor) as own:
+        at_once = DEVICES_AT_ONCE if isinstance(own, CohortExecutor) else 0
+        for some in batch_groups(experiments, at_once):
+            announce(list(some), rounds_of(next(iter(some.values()))))
+            found |= _play(some, own, watchers, resume=resume)
+    return [found[path] for path in experiments]
+
+
+def _play(
+    experiments: Mapping[Path, Experiment],
+    executor: Executor | None,
+    watchers: Sequence[Watcher],
+    *,
+    resume: bool,
+) -> dict[Path, Run]:
+    """Run experiments at once; several are one computation of a cohort."""
+    # Whatever is wrong with an experiment is found before a folder is made for it.
+    first = next(iter(experiments.values()))
+    data = load_data(first)
+    setups = [Setup(one, data) for one in experiments.values()]
+    jobs = [setup.job() for setup in setups]
+    if executor is None and engine_kind(first) == "cohort":
+        make_executor(first)  # also a GPU that is not there
+    together = {"together": list(map(str, experiments))} if len(experiments) > 1 else {}
+    with ExitStack() as until_the_end:
+        folders = [
+            until_the_end.enter_context(open_folder(path, one, resume=resume))
+            for path, one in experiments.items()
+        ]
+        every = zip(folders, setups, jobs, strict=True)
+        if todo := [one for one in every if not one[0].is_complete]:
+            own = until_the_end.enter_context(executor_for(first, executor))
+            for folder, setup, _ in todo:
+                folder.write_about(setup.about() | together)
+            run([(job, folder) for folder, _, job in todo], own, machine_plan(), watchers)
+            remember_plan(KernelPlan.load(todo[0][0].path / PLAN))
+    return {folder.path: Run(folder) for folder in folders}
+
+
+def in_short(names: Sequence[str]) -> str:
+    """What to call runs that are played at once; what is shown of them is the first's.
+
+    >>> in_short(["cocofl/seed0"]), in_short(["cocofl/seed0", "cocofl/seed1", "fjord/seed0"])
+    ('cocofl/seed0', 'cocofl/seed0 and 2 more')
+    """
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first
+
+
+def batch_groups(
+    experiments: Mapping[Path, Experiment], at_once: int = DEVICES_AT_ONCE
+) -> list[dict[Path, Experiment]]:
+    """Which of them a cohort plays together: never more devices than may be ``at_once``."""
+    found: list[dict[Path, Experiment]] = []
+    for path, one in experiments.items():
+        for group in found:
+            members = [*group.values(), one]
+            devices = sum(member.devices.per_round for member in members)
+            if devices <= at_once and _common_ground(members[0]) == _common_ground(one):
+                group[path] = one
+                break
+        else:
+            found.append({path: one})
+    return found
+
+
+def _common_ground(experiment: Experiment) -> dict[str, Any]:
+    """What those have in common that are one computation."""
+    values = experiment.by_key().items()
+    common = {key: v for key, v in values if key.startswith(_COMMON) and key not in _OWN}
+    # Who has all data has many times the mini-batches: everybody else would wait.
+    return common | {"central": facts_of(experiment.strategy.name).all_data_in_one_place}
 
 
 def evaluate_run(
@@ -158,23 +259,15 @@ def evaluate_run(
     experiment = found.experiment.with_strategy(NEEDS_NOTHING).changed(neutral)
     refuse_untrusted(*names_in(experiment.by_key()))  # also for the worker processes
     job = Setup(experiment).job()
-    own = executor or make_executor(experiment)
-    try:
+    with executor_for(experiment, executor) as own:
         own.prepare(job.workshop, KernelPlan())
         return evaluate(job, own, job.workshop.server_state(found.state))
-    finally:
-        if executor is None:
-            own.close()
 
 
 def model_with(run_: Run) -> nn.Module:
     """The run's network with its final weights, ready to use."""
-    setup = Setup(run_.experiment)
-    model, _ = setup.subject.build()
-    wanted: dict[str, Tensor] = {
-        key: t for key, t in run_.state.items() if key in model.state_dict()
-    }
-    model.load_state_dict(wanted, strict=False)
+    model, _ = Setup(run_.experiment).subject.build()
+    model.load_state_dict(run_.state, strict=False)
     return model.eval()
 
 

@@ -33,8 +33,7 @@ from cocofl.fl.devices import (
     limited_groups,
     make_devices,
 )
-from cocofl.fl.faults import Faults
-from cocofl.fl.federation import Federation
+from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.local import Materials, Workshop
 from cocofl.fl.metrics import Populations
 from cocofl.fl.strategies import STRATEGIES, Strategy, facts_of
@@ -110,7 +109,7 @@ class Setup:
             federation=federation,
             workshop=self.workshop,
             initial=self.workshop.server_state(self._initial_state()),
-            rounds=max(1, experiment.rounds // slower),
+            rounds=rounds_of(experiment),
             seed=experiment.seed,
             training=replace(
                 training,

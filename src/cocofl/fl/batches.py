@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cocofl.data import Split, normalise
-from cocofl.rng import stream
 
 LAST_BATCH = ("keep", "drop")
 
@@ -38,11 +37,6 @@ def mini_batches(
         count = n_batches(len(order), batch, last_batch)
         found += [order[i * batch : (i + 1) * batch] for i in range(count)]
     return found
-
-
-def batch_stream(seed: int, round_index: int, device: int) -> np.random.Generator:
-    """Where a device's shuffling in a round comes from."""
-    return stream(seed, "batches", round_index, device)
 
 
 def tensors(data: Split, indices: Ints) -> tuple[Tensor, Tensor]:

@@ -111,13 +111,11 @@ class Devices:
             assert found is not None, f"device {device} cannot be asked in round {round_index}"
             return replace(found, samples=samples)
         rng = stream(self.seed, "budget", round_index, device)
-        drawn: dict[str, Any] = {}
-        for name in RESOURCES:
-            limit = getattr(group, name)
+        limits = {name: getattr(group, name) for name in RESOURCES}
+        for name, limit in limits.items():
             if isinstance(limit, Uniform):
-                limit = float(rng.uniform(limit.low, limit.high))
-            drawn[name] = limit
-        return Budget.parse(**drawn, samples=samples)
+                limits[name] = float(rng.uniform(limit.low, limit.high))
+        return Budget.parse(**limits, samples=samples)
 
     def is_available(self, device: int, round_index: int) -> bool:
         """Whether a device can be asked in a round at all; only a trace can say no."""
@@ -172,13 +170,12 @@ def make_devices(n_devices: int, groups: Sequence[Group], seed: int) -> Devices:
         group_of = np.repeat(np.arange(len(groups)), sizes)
         group_of = stream(seed, "devices.groups").permutation(group_of)
     for index, group in enumerate(groups):
-        if isinstance(group.trace, RecordedTrace):
-            _check_trace(group.trace, group.name, np.flatnonzero(group_of == index).tolist())
+        _check_trace(group, np.flatnonzero(group_of == index).tolist())
     return Devices(tuple(groups), group_of, seed)
 
 
-def groups_from(tables: Sequence[Mapping[str, Any]], folder: Path | None = None) -> list[Group]:
-    """Groups from the tables of a TOML file; a trace's path is relative to ``folder``.
+def groups_from(tables: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """Groups from the tables of a TOML file.
 
     >>> groups_from([{"name": "phones", "time": 0.5, "upload": {"uniform": [0.1, 0.3]}}])
     [Group(name='phones', share=1.0, time=0.5, memory=None, upload=Uniform(low=0.1, high=0.3))]
@@ -192,22 +189,17 @@ def groups_from(tables: Sequence[Mapping[str, Any]], folder: Path | None = None)
                 f"device group {i}: {wrong}; expected name, share, and {', '.join(RESOURCES)} "
                 "or trace"
             )
-        name = str(table["name"])
-        trace = table.get("trace")
-        share = table.get("share", 1.0)
+        name, share = str(table["name"]), table.get("share", 1.0)
         if not isinstance(share, int | float):
             raise InvalidDevices(f"group {name!r}: share is {share!r}; expected a number")
         limits = {key: _limit(table[key], name, key) for key in RESOURCES if key in table}
-        read = None if trace is None else trace_named(str(trace), folder or Path())
-        groups.append(Group(name, float(share), trace=read, **limits))
+        trace: Trace | None = None
+        if "trace" in table:
+            named = str(table["trace"])
+            is_own = ":" in named and not Path(named).exists()
+            trace = import_function(named, InvalidDevices) if is_own else read_trace(Path(named))
+        groups.append(Group(name, float(share), trace=trace, **limits))
     return groups
-
-
-def trace_named(name: str, folder: Path) -> Trace:
-    """The trace in a file, or the user's own as ``package.module:function``."""
-    if ":" in name and not (folder / name).exists():
-        return import_function(name, InvalidDevices)
-    return read_trace(folder / name)
 
 
 def read_trace(path: Path) -> RecordedTrace:
@@ -271,12 +263,12 @@ def _limit(value: Any, group: str, resource: str) -> Limit:
     )
 
 
-def _check_trace(trace: RecordedTrace, group: str, devices: Sequence[int]) -> None:
-    missing = [device for device in devices if device not in trace]
-    if missing:
+def _check_trace(group: Group, devices: Sequence[int]) -> None:
+    trace = group.trace
+    if isinstance(trace, RecordedTrace) and (missing := [d for d in devices if d not in trace]):
         shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
         raise InvalidDevices(
-            f"the trace of group {group!r} lacks device {shown}: it must have every device "
+            f"the trace of group {group.name!r} lacks device {shown}: it must have every device "
             f"of the group ({len(devices)} here), counted from 0"
         )
 

@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from cocofl.budget import Budget
+from cocofl.checks import check_number
 from cocofl.data import Partition
-from cocofl.errors import InvalidSetting
 from cocofl.fl.devices import Devices
 from cocofl.fl.training import Training
 from cocofl.rng import stream
@@ -32,6 +32,37 @@ class Situation:
     rng: np.random.Generator
 
 
+@dataclass(frozen=True)
+class Faults:
+    """The section ``[faults]`` of an experiment: what goes wrong on purpose.
+
+    ``jitter`` spreads durations (the σ of a log-normal factor); ``dropout`` loses updates.
+    """
+
+    jitter: float = 0.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("faults.jitter", self.jitter, least=0)
+        check_number("faults.dropout", self.dropout, least=0, most=1)
+
+    def fate(self, seed: int, round_index: int, device: int, time: float) -> tuple[str, float]:
+        """``merged``, ``late`` or ``lost``, and how long it took in parts of the deadline.
+
+        >>> Faults().fate(0, 0, 0, 0.5)
+        ('merged', 0.5)
+        >>> Faults(dropout=1.0).fate(0, 0, 0, 0.5)[0]
+        'lost'
+        """
+        rng = stream(seed, "faults", round_index, device)
+        lost = rng.random() < self.dropout
+        duration = time * float(np.exp(self.jitter * rng.standard_normal()))
+        if lost:
+            return "lost", duration
+        # Without jitter a device that planned to need all of the time is in time.
+        return ("late" if duration > 1 + 1e-9 else "merged"), duration
+
+
 @dataclass(frozen=True, eq=False)
 class Federation:
     """Devices, their data, and how they are drawn."""
@@ -42,21 +73,10 @@ class Federation:
     per_round: int
     seed: int
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.per_round <= len(self.devices):
-            raise InvalidSetting(
-                f"devices.per_round is {self.per_round}, but there are {len(self.devices)} devices"
-            )
-
     @cached_property
     def mean_steps(self) -> int:
         """The steps of a device with the mean share of data."""
-        sizes = self.partition.sizes
-        return max(1, self.training.steps(round(float(sizes.mean()))))
-
-    def steps(self, device: int) -> int:
-        """How many steps a device takes in a round."""
-        return self.training.steps(len(self.partition[device]))
+        return max(1, self.training.steps(round(float(self.partition.sizes.mean()))))
 
     def in_random_order(self, round_index: int) -> Iterator[int]:
         """All who have data and can be asked, in the order in which this round asks them."""
@@ -70,7 +90,7 @@ class Federation:
 
     def situation(self, device: int, round_index: int) -> Situation:
         """What a device has in a round."""
-        steps = self.steps(device)
+        steps = self.training.steps(len(self.partition[device]))
         load = steps / self.mean_steps
         budget = self.devices.budget(device, round_index, samples=steps * self.training.batch)
         return Situation(

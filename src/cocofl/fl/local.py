@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from cocofl.chain import BlockChain, split
 from cocofl.data import Split
 from cocofl.errors import InvalidSetting
-from cocofl.fl.batches import Ints, batch_stream, mini_batches, tensors
+from cocofl.fl.batches import Ints, mini_batches, tensors
 from cocofl.fl.codec import codec, transmitted
 from cocofl.fl.metrics import Sums, Tally
 from cocofl.fl.state import Contribution, KeyLayout, Memory, ServerState
@@ -35,8 +35,8 @@ from cocofl.span import Span
 class Work(Protocol):
     """What a device does in a round. Works are values: they travel to worker processes.
 
-    One that many devices can do as a single computation also says how: see
-    :class:`cocofl.fl.stacked.CohortWork`.
+    One that many devices can do as a single computation has a method ``stacked(networks, task)``,
+    too: it returns a :class:`cocofl.fl.stacked.StackedWork`.
     """
 
     def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
@@ -114,12 +114,8 @@ class Workshop:
 
     def server_state(self, tensors: Mapping[str, Tensor]) -> ServerState:
         """A state of this network, in the memory of the CPU."""
-        return ServerState.from_flat(tensors).placed(self.key_layout)
-
-    @property
-    def key_layout(self) -> KeyLayout:
-        """How the network's tensors lie in the memory of the CPU."""
-        return KeyLayout(self.places, frozenset(parameter_keys(self.model())))
+        layout = KeyLayout(self.places, frozenset(parameter_keys(self.model())))
+        return ServerState.from_flat(tensors).placed(layout)
 
     def train(self, task: Task, state: ServerState) -> Contribution:
         """Carry out a task."""
@@ -148,7 +144,7 @@ class Workshop:
 
     def batches(self, task: Task) -> list[Ints]:
         """The samples of a task's mini-batches, in order."""
-        training, rng = self.training, batch_stream(task.seed, task.round_index, task.device)
+        training, rng = self.training, task.rng("batches")
         return mini_batches(task.indices, training.batch, training.last_batch, training.epochs, rng)
 
     def load(self, task: Task) -> Iterator[tuple[Tensor, Tensor]]:
@@ -181,11 +177,6 @@ class Workshop:
                 inputs, labels = tensors(self.materials.test, indices)
                 found.append([part.numpy() for part in self.tally.sums(net(inputs), labels)])
         return found
-
-    @property
-    def has_norm_statistics(self) -> bool:
-        """Whether a norm of the network keeps statistics, so that evaluation has a choice."""
-        return any(norm.track_running_stats for norm in norms_of(self.model()))
 
 
 def one_sample_refused(device: int) -> InvalidSetting:

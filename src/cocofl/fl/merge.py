@@ -72,53 +72,43 @@ class _MeanSoFar:
     def __init__(self, state: ServerState, *, over_everyone: bool) -> None:
         self._state, self._over_everyone = state, over_everyone
         self._samples = 0
-        self._changes: Tensors = {}
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._totals: Tensors = {}
+        """Of changes where everyone votes, else of values."""
+        self._weights: Tensors = {}
+        """Of values, by element."""
 
     def add(self, contribution: Contribution) -> None:
-        layout = self._state.layout
         self._samples += contribution.samples
-        for part in layout.parts_of(contribution):
-            if self._over_everyone and not part.measured:
-                self._add_change(part, contribution.samples)
-            else:
-                self._add_value(part, contribution.samples)
-        memory = layout.memory_of(contribution)
-        self._state = self._state.remembering(contribution.device, memory)
+        for part in self._state.layout.parts_of(contribution):
+            self._add(part, float(contribution.samples))
+        self._state = self._state.remembering(contribution)
 
-    def _add_change(self, part: Part, samples: int) -> None:
-        old = self._state.parts[part.name]
+    def _add(self, part: Part, samples: float) -> None:
+        name, old = part.name, self._state.parts
+        is_change = self._over_everyone and not part.measured
+        if name not in self._totals:
+            whole = part.values if part.place is None else old[name]
+            self._totals[name] = torch.zeros_like(whole, dtype=torch.float64)
+            if not is_change:
+                self._weights[name] = torch.zeros_like(self._totals[name])
         place = ... if part.place is None else part.place
-        change = (part.values.double() - old[place].double()) * samples
-        if part.votes is not None:
-            change *= part.votes
-        if part.name in self._changes:
-            self._changes[part.name][place] += change
-        elif part.place is None:
-            self._changes[part.name] = change
+        votes = samples if part.votes is None else part.votes * samples
+        values = part.values.double()
+        if is_change:
+            self._totals[name][place] += (values - old[name][place].double()) * votes
         else:
-            self._changes[part.name] = torch.zeros_like(old, dtype=torch.float64)
-            self._changes[part.name][place] = change
-
-    def _add_value(self, part: Part, samples: int) -> None:
-        if part.name not in self._sums:
-            whole = part.values if part.place is None else self._state.parts[part.name]
-            zeros = torch.zeros_like(whole, dtype=torch.float64)
-            self._sums[part.name] = zeros, torch.zeros_like(zeros)
-        total, weight = self._sums[part.name]
-        place = ... if part.place is None else part.place
-        votes = float(samples) if part.votes is None else part.votes * float(samples)
-        total[place] += part.values.double() * votes
-        weight[place] += votes
+            self._totals[name][place] += values * votes
+            self._weights[name][place] += votes
 
     def finish(self) -> ServerState:
         old, merged = self._state.parts, dict(self._state.parts)
-        for name, change in self._changes.items():
-            merged[name] = (old[name].double() + change / self._samples).to(old[name].dtype)
-        for name, (total, weight) in self._sums.items():
-            mean = total / weight  # NaN where nobody sent anything
-            if name in old:
-                mean = torch.where(weight > 0, mean, old[name].double())
+        for name, total in self._totals.items():
+            if (weight := self._weights.get(name)) is None:
+                mean = old[name].double() + total / self._samples
+            else:
+                mean = total / weight  # NaN where nobody sent anything
+                if name in old:
+                    mean = torch.where(weight > 0, mean, old[name].double())
             merged[name] = mean.to(old[name].dtype if name in old else torch.float32)
         return replace(self._state, parts=merged)
 

@@ -24,14 +24,9 @@ from cocofl.errors import InvalidExperiment
 from cocofl.named import made_by_name
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Sums = NDArray[Any]
 
-# Enough to read a curve and to compare runs; it keeps a run's log small and its bytes the same.
-_DIGITS = 6
 _SPREAD = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
-
-
 STATISTICS = ("running", "batch")
 
 
@@ -162,47 +157,47 @@ def accuracy() -> Metric:
     )
 
 
-def token_accuracy() -> Metric:
-    """The share of tokens that were recognised; it needs no memory for each pair of classes."""
-
-    def sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
-        return _summed(outputs.flatten(0, -2).argmax(1) == labels.flatten())
-
-    return Metric("token_accuracy", sums, _mean, is_share=True, capturable=True)
-
-
 def f1() -> Metric:
     """The mean F1 of the classes."""
     return Metric("f1", confusion, macro_f1, is_share=True, of_classes=True, capturable=True)
 
 
-def _mean(sums: Sums) -> float:
-    return float(sums[0] / max(sums[1], 1))
+def _mean(facts: MetricFacts, each: Callable[[Tensor, Tensor], Tensor]) -> Metric:
+    """The mean over the test data of a number for each label."""
+
+    def sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
+        values = each(outputs, labels.flatten())
+        count = torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
+        return torch.stack([values.double().sum(), count])
+
+    def value(sums: Sums) -> float:
+        return float(sums[0] / max(sums[1], 1))
+
+    return Metric(sums=sums, value=value, capturable=True, **vars(facts))
 
 
-def _summed(values: Tensor) -> Tensor:
-    """The sum and the count, in float64."""
-    count = torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
-    return torch.stack([values.double().sum(), count])
+def token_accuracy() -> Metric:
+    """The share of tokens that were recognised; it needs no memory for each pair of classes."""
+    return _mean(
+        MetricFacts("token_accuracy", is_share=True),
+        lambda outputs, labels: outputs.flatten(0, -2).argmax(1) == labels,
+    )
 
 
 def cross_entropy() -> Metric:
     """The mean cross-entropy of the test data."""
-
-    def sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
-        scores = outputs.flatten(0, -2)
-        return _summed(F.cross_entropy(scores, labels.flatten(), reduction="none"))
-
-    return Metric("test_loss", sums, _mean, higher_is_better=False, capturable=True)
+    return _mean(
+        MetricFacts("test_loss", higher_is_better=False),
+        lambda outputs, labels: F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none"),
+    )
 
 
 def squared_error() -> Metric:
     """The mean squared error, for networks that predict numbers."""
-
-    def sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
-        return _summed((outputs.flatten() - labels.flatten().to(outputs.dtype)).square())
-
-    return Metric("squared_error", sums, _mean, higher_is_better=False, capturable=True)
+    return _mean(
+        MetricFacts("squared_error", higher_is_better=False),
+        lambda outputs, labels: (outputs.flatten() - labels.to(outputs.dtype)).square(),
+    )
 
 
 METRICS: dict[str, Callable[[], Metric]] = {
@@ -251,10 +246,10 @@ class Tally:
         """Of one mini-batch."""
         return [kind(outputs, labels, self._classes) for kind in self._kinds]
 
-    def of_each(self, sums: Sequence[Sums]) -> dict[str, tuple[Metric, Sums]]:
-        """What each metric goes by."""
+    def of_each(self, sums: Sequence[Sums]) -> list[tuple[Metric, Sums]]:
+        """The metrics, and what each goes by."""
         of_kind = dict(zip(self._kinds, sums, strict=True))
-        return {one.name: (one, of_kind[one.sums]) for one in self.metrics}
+        return [(one, of_kind[one.sums]) for one in self.metrics]
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,25 +267,22 @@ def scores(tally: Tally, sums: Sequence[Sums], populations: Populations | None) 
     A group's accuracy is what its devices would see: class accuracies weighted by how often the
     group has each class. The same for devices, of which the spread is logged.
     """
-    found = tally.of_each(sums)
-    record: dict[str, Any] = {name: _rounded(one.value(own)) for name, (one, own) in found.items()}
-    for name, (one, own) in found.items():
+    record: dict[str, Any] = {
+        one.name: _rounded(one.value(own)) for one, own in tally.of_each(sums)
+    }
+    for one, own in tally.of_each(sums):
         if one.by_class is None:
             continue
         by_class = one.by_class(own)
-        record[f"class_{name}"] = [_rounded(value) for value in by_class]
-        if populations is None:
-            continue
-        by_group = populations.groups @ by_class
-        by_device = np.quantile(populations.devices @ by_class, list(_SPREAD.values()))
-        record[f"group_{name}"] = _named(populations.group_names, by_group)
-        record[f"device_{name}"] = _named(_SPREAD, by_device)
+        record[f"class_{one.name}"] = [_rounded(value) for value in by_class]
+        if populations is not None:
+            by_group = map(_rounded, populations.groups @ by_class)
+            by_device = np.quantile(populations.devices @ by_class, list(_SPREAD.values()))
+            record[f"group_{one.name}"] = dict(zip(populations.group_names, by_group, strict=True))
+            record[f"device_{one.name}"] = dict(zip(_SPREAD, map(_rounded, by_device), strict=True))
     return record
 
 
-def _named(names: Sequence[str] | dict[str, float], values: Floats) -> dict[str, float]:
-    return {name: _rounded(value) for name, value in zip(names, values, strict=True)}
-
-
 def _rounded(value: float) -> float:
-    return round(float(value), _DIGITS)
+    # Enough to read a curve and to compare runs; it keeps a run's log small and its bytes the same.
+    return round(float(value), 6)

@@ -132,25 +132,10 @@ def _fits(table: ProfileTable, budget: Budget) -> NDArray[np.bool_]:
     return fits
 
 
-def _at_random(offered: Sequence[Blocks], rng: np.random.Generator, _round: int) -> Blocks:
-    return offered[int(rng.integers(len(offered)))]
-
-
-def _most_blocks(offered: Sequence[Blocks], _rng: np.random.Generator, _round: int) -> Blocks:
-    return max(offered, key=len)  # of equally long ones the first: nearest to the input
-
-
-def _fewest_blocks(offered: Sequence[Blocks], _rng: np.random.Generator, _round: int) -> Blocks:
-    return min(offered, key=len)
-
-
-def _in_turn(offered: Sequence[Blocks], _rng: np.random.Generator, round_index: int) -> Blocks:
-    return offered[round_index % len(offered)]
-
-
 SELECTORS: dict[str, Selector] = {
-    "random": _at_random,
-    "max": _most_blocks,
-    "min": _fewest_blocks,
-    "round-robin": _in_turn,
+    "random": lambda offered, rng, _round: offered[int(rng.integers(len(offered)))],
+    # Of equally long ones the first: nearest to the input.
+    "max": lambda offered, _rng, _round: max(offered, key=len),
+    "min": lambda offered, _rng, _round: min(offered, key=len),
+    "round-robin": lambda offered, _rng, round_index: offered[round_index % len(offered)],
 }

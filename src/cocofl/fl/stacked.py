@@ -8,38 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Task, Work, Workshop, scaled_layers
-from cocofl.fl.state import (
-    Contribution,
-    Memory,
-    Part,
-    Tensors,
-    is_scale,
-    votes_of_rows,
-)
+from cocofl.fl.local import Task, Workshop, scaled_layers
+from cocofl.fl.state import Contribution, Layout, Part, Tensors, votes_of_rows
 from cocofl.models import MODELS
 from cocofl.span import Blocks, Span
-from cocofl.vector import (
-    WHOLE,
-    Cohort,
-    DeviceWork,
-    Program,
-    Rows,
-    Segments,
-    factor_row,
-    narrows,
-)
+from cocofl.vector import WHOLE, Cohort, DeviceWork, Program, Rows, Segments, factor_row, narrows
 
-PARAMETERS, STATISTICS, CONSTANTS, SCALES = "parameters", "statistics", "constants", "scales"
+PARAMETERS, STATISTICS, SCALES = "parameters", "statistics", "scales"
 _SCALE_BYTES = 4
 # The keys of norm statistics that belong to a narrower network: widths.0.4.layer1.norm.running_var
 _WIDTH_KEY = re.compile(r"widths\.(0\.\d+|\d+e-\d+)\.(.+)")
@@ -68,23 +52,16 @@ class StackedWork:
         return (known + known[-1:] * steps)[:steps]
 
 
-class CohortWork(Work, Protocol):
-    """A work that many devices can do as one computation."""
-
-    def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
-        """The work in the terms of a cohort; raises :class:`NotStacked` where it cannot."""
-
-
 def stacked(networks: StackedNetworks, task: Task) -> StackedWork:
-    """A task's work in the terms of a cohort.
+    """A task's work in the terms of a cohort, as its method ``stacked`` says.
 
-    A subclass does not inherit this: it may train otherwise than the class that it is made of.
+    A subclass does not inherit that: it may train otherwise than the class that it is made of.
     """
     kind = type(task.work)
     if "stacked" not in vars(kind):
         raise NotStacked(f"{kind.__name__} has no method `stacked` of its own")
-    work: CohortWork = task.work  # type: ignore[assignment]
-    return work.stacked(networks, task)
+    found: StackedWork = task.work.stacked(networks, task)  # type: ignore[attr-defined]
+    return found
 
 
 class StackedNetworks:
@@ -114,8 +91,7 @@ class StackedNetworks:
         if wanted not in self._numbers:
             shop, factors = self.workshop, {}
             if wanted[1]:
-                model, _ = shop.materials.subject.build(width)
-                names = scaled_layers(model, shop.model())
+                names = scaled_layers(shop.model(width), shop.model())
                 factors = {f"{name}.{t}": 1.0 / width for name in names for t in ("weight", "bias")}
             row = factor_row(self.program.layout.parameters, shop.places(width), factors)
             self._levels.append((row, self.program.channels_in(shop.chain(width))))
@@ -160,28 +136,25 @@ def classifier_keys(workshop: Workshop) -> list[str]:
     return [f"{layers[-1]}.weight", f"{layers[-1]}.bias"] if layers else []
 
 
-class StackedLayout:
+class StackedLayout(Layout):
     """A network's tensors as rows: parameters, statistics (of narrower networks, too), scales.
 
     Tensors that are none of these stay under their keys.
     """
 
     def __init__(self, networks: StackedNetworks, on: torch.device) -> None:
-        program = networks.program
         self.networks, self._shop = networks, networks.workshop
-        self._slots, self._sites = program.layout, program.sites
-        slots, own = program.layout, self._shop.chain().state_dict()
+        self._sites, slots = networks.program.sites, networks.program.layout
+        self._slots = {PARAMETERS: slots.parameters, STATISTICS: slots.statistics}
         self._like = torch.zeros(0, dtype=slots.dtype, device=on)
+        own = self._shop.chain().state_dict()
         self._constants = {key: own[key] for key in slots.constants}
-        rows = {PARAMETERS: slots.parameters.by_key, STATISTICS: slots.statistics.by_key}
-        self._keys: dict[str, Iterable[str]] = {**rows, CONSTANTS: slots.constants}
         self._block_of = dict(slots.constants)
-        for by_key in rows.values():
-            self._block_of |= {key: slot.block for key, slot in by_key.items()}
+        for kind in self._slots.values():
+            self._block_of |= {key: slot.block for key, slot in kind.by_key.items()}
         self._fresh_statistics = cache(partial(self._statistics_row, tensors={}))
-        self.block_bytes = cache(self._block_bytes)
         self._places_of_level = cache(lambda level: networks.has(level).double().to(on))
-        self._width_bytes = cache(self._bytes_at_width)
+        self._bytes = cache(self._bytes_of)
 
     def is_learned(self, name: str) -> bool:
         """One row holds all parameters."""
@@ -192,10 +165,9 @@ class StackedLayout:
     def from_keys(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Rows of all that has a place in one."""
         parts, rest = Tensors(), dict(tensors)
-        kinds = {PARAMETERS: self._slots.parameters, STATISTICS: self._slots.statistics}
-        for name, slots in kinds.items():
+        for kind, slots in self._slots.items():
             if own := {key: rest.pop(key) for key in slots.by_key if key in rest}:
-                parts[name] = _packed(slots, own, self._like)
+                parts[kind] = slots.pack(own, self._like)
         if scales := {key: rest.pop(key) for key in self._sites.place if key in rest}:
             parts[SCALES] = self._scale_row(scales)
         by_width: dict[float, Tensors] = {}
@@ -215,10 +187,10 @@ class StackedLayout:
                 found |= self._known_scales(part)
             elif width:
                 places = self._shop.places(float(width))
-                for key, tensor in _unpacked(self._slots.statistics, part).items():
+                for key, tensor in _unpacked(self._slots[kind], part).items():
                     found[statistics_key(key, float(width))] = tensor[places[key]]
-            elif kind in (PARAMETERS, STATISTICS):
-                found |= _unpacked(getattr(self._slots, kind), part)
+            elif kind in self._slots:
+                found |= _unpacked(self._slots[kind], part)
             else:
                 found[name] = part
         return found
@@ -236,19 +208,15 @@ class StackedLayout:
 
     def _statistics_row(self, width: float, tensors: Mapping[str, Tensor]) -> Tensor:
         """A narrower network's statistics at their places in the full one; fresh where unknown."""
-        own, places = self._shop.model(width).state_dict() | dict(tensors), self._shop.places(width)
-        found = {}
-        for key, slot in self._slots.statistics.by_key.items():
-            found[key] = torch.zeros(slot.shape)
-            found[key][places[key]] = own[key].float()
-        return self._slots.statistics.pack(found, self._like)
+        own = self._shop.model(width).state_dict() | dict(tensors)
+        return self._slots[STATISTICS].pack(own, self._like, self._shop.places(width))
 
     # What a cohort needs of states
 
     def rows(self, parts: Mapping[str, Tensor]) -> Rows:
         """A state as a cohort takes it."""
-        unknown = torch.full((len(self._sites.keys),), torch.nan, device=self._like.device)
-        found = (parts[PARAMETERS], parts.get(STATISTICS, self._like), parts.get(SCALES, unknown))
+        scales = parts[SCALES] if SCALES in parts else self._scale_row({})
+        found = parts[PARAMETERS], parts.get(STATISTICS, self._like), scales
         return Rows(*(row[None] for row in found))
 
     def known_scales(self, parts: Mapping[str, Tensor]) -> frozenset[str]:
@@ -265,125 +233,83 @@ class StackedLayout:
 
     # What devices sent
 
-    def memory_of(self, contribution: Contribution) -> Memory:
-        """Rows of what the device remembers."""
-        if contribution.stacked is not None:
-            return contribution.memory
-        return {name: self.from_keys(own) for name, own in contribution.memory.items()}
-
     def parts_of(self, contribution: Contribution) -> Iterator[Part]:
         """The rows of a device of a cohort, or rows made of what another one sent."""
         if contribution.stacked is not None:
             yield from contribution.stacked
             return
-        places = self._shop.places(contribution.width)
-        for name in (PARAMETERS, STATISTICS):
-            slots, full, votes = getattr(self._slots, name), Tensors(), Tensors()
-            for key, slot in slots.by_key.items():
-                if (sent := contribution.tensors.get(key)) is not None:
-                    zeros = torch.zeros(slot.shape, dtype=torch.float64)
-                    full[key], votes[key] = zeros, zeros.clone()
-                    full[key][places[key]] = sent.double()
-                    counted = votes_of_rows(sent, contribution.rows.get(key))
-                    votes[key][places[key]] = 1.0 if counted is None else counted
-            if full:
+        places, sent = self._shop.places(contribution.width), contribution.tensors
+        for kind, slots in self._slots.items():
+            own = {key: sent[key] for key in slots.by_key if key in sent}
+            votes = {key: votes_of_rows(t, contribution.rows.get(key)) for key, t in own.items()}
+            if own:
                 exact = self._like.double()
-                row = _packed(slots, full, exact)
-                yield Part(name, row, votes=_packed(slots, votes, exact))
-        rest = {k: t for k, t in contribution.tensors.items() if k not in places}
+                row = slots.pack(own, exact, places)
+                yield Part(kind, row, votes=slots.pack(votes, exact, places))
+        rest = {key: tensor for key, tensor in sent.items() if key not in places}
         for name, row in self.from_keys(rest).items():
-            known = ~row.isnan()
-            yield Part(name, torch.where(known, row, 0.0), None, known.double(), measured=True)
+            yield _measured(name, row)
 
     def sent(self, work: StackedWork, task: Task, trained: Trained) -> Contribution:
         """What a device of a cohort sends; its tensors are made when someone looks at them."""
-        make = self._sent_blocks if work.device.level is None else self._sent_width
-        sent = make(work, trained)
+        device, blocks, widths = work.device, work.device.blocks, self.networks.widths
+        is_whole = device.level is None
+        width = 1.0 if device.level is None else widths[device.level]
+        rows = {}
+        if device.classes is not None:
+            rows = dict.fromkeys(classifier_keys(self._shop), np.array(device.classes))
         memory = {name: {PARAMETERS: row} for name, row in trained.memory.items()}
-        remembered_bytes = len(memory) * self.block_bytes(PARAMETERS, work.device.blocks)
-        return replace(
-            sent,
-            samples=len(task.indices),
-            loss=trained.loss,
-            device=task.device,
-            memory=memory,
-            sent_bytes=sent.nbytes + remembered_bytes,
-            known_finite=trained.sound,
-        )
-
-    def _sent_blocks(self, work: StackedWork, trained: Trained) -> Contribution:
-        blocks, rows = work.device.blocks, trained.rows
-        parameters, statistics, scales = rows.parameters[0], rows.statistics[0], rows.scales[0]
-        measured = ~scales.isnan()
-        known = torch.where(measured, scales, 0.0)
-        parts = [Part(SCALES, known, None, measured.double(), True)]
-        kinds = [STATISTICS]
-        if self._slots.statistics.size:
-            parts.insert(0, Part(STATISTICS, statistics))
+        parameters, statistics, scales = (row[0] for row in trained.rows)
+        parts, constants = [_measured(SCALES, scales)], Tensors()
+        size = _SCALE_BYTES * trained.n_scales
+        size += len(memory) * self._bytes(PARAMETERS, width, blocks)
         if work.sends_parameters:
-            parts.insert(0, Part(PARAMETERS, parameters))
-            kinds += [PARAMETERS, CONSTANTS]
-        size = sum(self.block_bytes(kind, blocks) for kind in kinds)
+            votes = None if device.level is None else self._votes(device.level, rows)
+            parts.append(Part(PARAMETERS, parameters, votes=votes))
+            size += self._bytes(PARAMETERS, width, blocks)
+            constants = self._constants if is_whole else {}
+        if is_whole and self._slots[STATISTICS].size:
+            parts.append(Part(STATISTICS, statistics))
+            size += self._bytes(STATISTICS, width, blocks)
+        for at, row in trained.statistics.items():
+            parts.append(Part(statistics_part(widths[at]), row, measured=True))
+            size += self._bytes(STATISTICS, widths[at], blocks)
+        size += sum(t.nbytes for key, t in constants.items() if self._block_of[key] in blocks)
 
         def tensors() -> Tensors:
             own = {part.name: part.values for part in parts} | {SCALES: scales}
-            found = self.by_key(own) | (self._constants if work.sends_parameters else {})
+            places, learned = self._shop.places(width), self._slots[PARAMETERS].by_key
             return {
-                key: tensor.cpu().clone()
-                for key, tensor in found.items()
-                if is_scale(key) or self._block_of[key] in blocks
+                key: tensor[places[key] if key in learned else ...].cpu().clone()
+                for key, tensor in (self.by_key(own) | constants).items()
+                if key not in self._block_of or self._block_of[key] in blocks
             }
 
-        return _contribution(parts, tensors, size + _SCALE_BYTES * trained.n_scales)
-
-    def _sent_width(self, work: StackedWork, trained: Trained) -> Contribution:
-        level, widths = work.device.level, self.networks.widths
-        assert level is not None
-        width, rows = widths[level], {}
-        if work.device.classes is not None:
-            rows = dict.fromkeys(classifier_keys(self._shop), np.array(work.device.classes))
-        parameters = trained.rows.parameters[0]
-        parts = [Part(PARAMETERS, parameters, votes=self._votes(level, rows))]
-        size = self._width_bytes(PARAMETERS, width)
-        for at, row in trained.statistics.items():
-            parts.append(Part(statistics_part(widths[at]), row, measured=True))
-            size += self._width_bytes(STATISTICS, widths[at])
-
-        def tensors() -> Tensors:
-            found = self.by_key({part.name: part.values for part in parts})
-            own = self._shop.places(width)
-            return {
-                key: tensor[own[key] if key in self._slots.parameters.by_key else ...].cpu().clone()
-                for key, tensor in found.items()
-            }
-
-        return _contribution(parts, tensors, size, width=width, rows=rows)
+        return Contribution(
+            _MadeWhenAsked(tensors),
+            samples=len(task.indices),
+            loss=trained.loss,
+            width=width,
+            rows=rows,
+            device=task.device,
+            memory=memory,
+            sent_bytes=size,
+            stacked=tuple(parts),
+            known_finite=trained.sound,
+        )
 
     def _votes(self, level: int, rows: Mapping[str, Ints]) -> Tensor:
         """By place of a row of parameters, whether a device knows anything about it."""
-        votes = self._places_of_level(level)
-        if not rows:
-            return votes
-        votes = votes.clone()
-        places = self._shop.places(self.networks.widths[level])
-        for key, counted in rows.items():
-            if key in self._slots.parameters.by_key:
-                there = self._slots.parameters.by_key[key].of(votes[None])[0]
-                held = there[places[key]]
-                of_rows = votes_of_rows(held, counted)
-                assert of_rows is not None
-                there[places[key]] = held * of_rows
+        votes, slots = self._places_of_level(level), self._slots[PARAMETERS].by_key
+        votes = votes.clone() if rows else votes
+        for key in rows.keys() & slots.keys():
+            there = slots[key].of(votes[None])[0]
+            there *= votes_of_rows(there, rows[key])
         return votes
 
-    # Sizes
-
-    def _block_bytes(self, kind: str, blocks: Blocks) -> int:
-        own = self._shop.chain().state_dict()
-        return sum(own[key].nbytes for key in self._keys[kind] if self._block_of[key] in blocks)
-
-    def _bytes_at_width(self, kind: str, width: float) -> int:
-        own = self._shop.model(width).state_dict()
-        return sum(own[key].nbytes for key in self._keys[kind])
+    def _bytes_of(self, kind: str, width: float, blocks: Blocks) -> int:
+        own, slots = self._shop.model(width).state_dict(), self._slots[kind].by_key
+        return sum(own[key].nbytes for key, slot in slots.items() if slot.block in blocks)
 
 
 class Trained(NamedTuple):
@@ -405,11 +331,10 @@ class Trained(NamedTuple):
         return self._replace(rows=self.rows.clone(), statistics=statistics, memory=memory)
 
 
-def _contribution(
-    parts: Sequence[Part], tensors: Callable[[], Tensors], sent_bytes: int, **more: Any
-) -> Contribution:
-    made = _MadeWhenAsked(tensors)
-    return Contribution(made, 0, stacked=tuple(parts), sent_bytes=sent_bytes, **more)
+def _measured(name: str, row: Tensor) -> Part:
+    """A row whose numbers are measurements, NaN where there are none."""
+    known = ~row.isnan()
+    return Part(name, torch.where(known, row, 0.0), None, known.double(), measured=True)
 
 
 class _MadeWhenAsked(Mapping[str, Tensor]):
@@ -431,15 +356,6 @@ class _MadeWhenAsked(Mapping[str, Tensor]):
 def statistics_part(width: float) -> str:
     """The row of norm statistics of a width."""
     return STATISTICS if width == 1.0 else f"{STATISTICS}@{width:g}"  # as in their keys
-
-
-def _packed(slots: Segments, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """A row of what is there; zeros elsewhere, as a device may have trained a few blocks only."""
-    there = {
-        key: tensors[key] if key in tensors else torch.zeros(slot.shape)
-        for key, slot in slots.by_key.items()
-    }
-    return slots.pack(there, like)
 
 
 def _unpacked(slots: Segments, row: Tensor) -> Tensors:

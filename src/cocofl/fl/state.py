@@ -88,15 +88,18 @@ class Layout(Protocol):
     def parts_of(self, contribution: Contribution) -> Iterator[Part]:
         """What a device sent, beside the parts of a state."""
 
-    def memory_of(self, contribution: Contribution) -> Memory:
-        """What the device remembers from now on."""
-
     def is_learned(self, name: str) -> bool:
         """Whether a part holds parameters, rather than statistics or scales."""
 
+    def memory_of(self, contribution: Contribution) -> Memory:
+        """What the device remembers from now on, beside the parts of a state."""
+        if contribution.stacked is not None:
+            return contribution.memory
+        return {name: self.from_keys(own) for name, own in contribution.memory.items()}
+
 
 @dataclass(frozen=True, eq=False)
-class KeyLayout:
+class KeyLayout(Layout):
     """Each tensor under its key, in the memory of the CPU."""
 
     places: Places = lambda _width: {}
@@ -116,26 +119,20 @@ class KeyLayout:
         is_whole = contribution.width == 1.0
         places = {} if is_whole else self.places(contribution.width)
         for key, tensor in contribution.tensors.items():
-            place = places.get(key)
-            votes = votes_of_rows(tensor, contribution.rows.get(key))
+            place, rows = places.get(key), contribution.rows.get(key)
+            votes = None if rows is None else votes_of_rows(tensor, rows)
             measured = key.startswith(SCALE_PREFIX) or not (is_whole or key in places)
             yield Part(key, tensor, place, votes, measured)
-
-    def memory_of(self, contribution: Contribution) -> Memory:
-        """As it is."""
-        return contribution.memory
 
     def is_learned(self, name: str) -> bool:
         """By its key."""
         return name in self.learned if self.learned is not None else not is_scale(name)
 
 
-def votes_of_rows(tensor: Tensor, rows: NDArray[np.int64] | None) -> Tensor | None:
-    """1 for elements of these rows, 0 for others; None where all count."""
-    if rows is None:
-        return None
+def votes_of_rows(tensor: Tensor, rows: NDArray[np.int64] | None) -> Tensor:
+    """1 for elements of these rows, 0 for others; 1 for all where no rows are given."""
     votes = torch.zeros(tensor.shape, dtype=torch.float64, device=tensor.device)
-    votes[torch.from_numpy(rows)] = 1.0
+    votes[... if rows is None else torch.from_numpy(rows)] = 1.0
     return votes
 
 
@@ -180,9 +177,10 @@ class ServerState:
         devices = {device: moved(memory) for device, memory in self.devices.items()}
         return ServerState(layout.from_keys(self.tensors), layout, moved(self.memory), devices)
 
-    def remembering(self, device: int, memory: Memory) -> ServerState:
+    def remembering(self, sent: Contribution) -> ServerState:
         """The same with what a device remembers from now on."""
-        return replace(self, devices={**self.devices, device: memory}) if memory else self
+        memory = self.layout.memory_of(sent)
+        return replace(self, devices={**self.devices, sent.device: memory}) if memory else self
 
     def flat(self) -> Tensors:
         """Everything under keys, as a checkpoint keeps it."""

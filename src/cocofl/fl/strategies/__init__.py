@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cocofl.errors import InvalidExperiment
+from cocofl.errors import InvalidExperiment, InvalidSetting
 from cocofl.fl.strategies.base import Plan, Strategy, Tables
 from cocofl.fl.strategies.cocofl import cocofl
-from cocofl.fl.strategies.facts import StrategyFacts, declared_by, declares, read_facts
+from cocofl.fl.strategies.facts import StrategyFacts, declared_by, declares
 from cocofl.fl.strategies.fedavg import centralized, fedavg, fedavg_full
-from cocofl.fl.strategies.fjord import fjord
-from cocofl.fl.strategies.heterofl import heterofl
+from cocofl.fl.strategies.widths import fjord, heterofl
 from cocofl.named import lookup
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
@@ -38,7 +37,12 @@ def recorded_facts(name: str, content: Any = None) -> StrategyFacts:
     >>> recorded_facts("heterofl").tables, recorded_facts("my.module:strategy").role
     ('widths', 'baseline')
     """
-    return declared_by(STRATEGIES[name]) if name in STRATEGIES else read_facts(content)
+    if name in STRATEGIES:
+        return declared_by(STRATEGIES[name])
+    try:
+        return StrategyFacts(**content)
+    except (TypeError, InvalidSetting):  # none that can be read
+        return StrategyFacts()
 
 
 __all__ = [

@@ -9,7 +9,7 @@ A strategy of one's own declares them in the same way, or takes the defaults::
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -81,11 +81,3 @@ def declared_by(make: Callable[..., Any]) -> StrategyFacts:
     """What a strategy's function declares, or the defaults."""
     facts = getattr(make, "strategy_facts", None)
     return facts if isinstance(facts, StrategyFacts) else StrategyFacts()
-
-
-def read_facts(content: Any) -> StrategyFacts:
-    """Facts as a run folder has them; the defaults where it has none that can be read."""
-    try:
-        return StrategyFacts(**content) if isinstance(content, Mapping) else StrategyFacts()
-    except (TypeError, InvalidSetting):
-        return StrategyFacts()

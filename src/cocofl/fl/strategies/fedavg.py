@@ -42,7 +42,8 @@ def fedavg(tables: Tables) -> Strategy:
 )
 def fedavg_full(tables: Tables) -> Strategy:
     """All devices train everything, whatever their budgets say: an upper bound, not a rival."""
-    return _unlimited(tables)
+    everything = Plan(SpanWork(Span(0, tables.n_blocks), variant="f"), 1.0)
+    return Strategy(lambda _situation: everything, Mean("everyone"))
 
 
 @declares(
@@ -57,9 +58,4 @@ def fedavg_full(tables: Tables) -> Strategy:
 )
 def centralized(tables: Tables) -> Strategy:
     """Ordinary training on all data: an epoch stands for ten rounds, as in the paper."""
-    return _unlimited(tables)
-
-
-def _unlimited(tables: Tables) -> Strategy:
-    everything = Plan(SpanWork(Span(0, tables.n_blocks), variant="f"), 1.0)
-    return Strategy(lambda _situation: everything, Mean("everyone"))
+    return fedavg_full(tables)

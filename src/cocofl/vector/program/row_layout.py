@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cocofl.chain import BlockChain
 from cocofl.freeze.state import block_state
+from cocofl.models.widths import Place
 
 _ALIGNMENT = 32  # matrix products read aligned weights faster
 
@@ -72,14 +73,19 @@ class Segments:
         """The same for gradients to be taken of."""
         return {of: part.detach().requires_grad_() for of, part in self.views(rows).items()}
 
-    def pack(self, state: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The state's tensors as one row, on the device and in the type of ``like``."""
+    def pack(
+        self, state: Mapping[str, Tensor], like: Tensor, places: Mapping[str, Place] | None = None
+    ) -> Tensor:
+        """The state's tensors as one row, on the device and in the type of ``like``.
+
+        ``places`` are where those of a narrower network lie. What the state lacks is zero.
+        """
         row = torch.zeros(self.size, dtype=like.dtype, device=like.device)
         done: set[Segment] = set()
         for key, segment in self.by_key.items():
-            if segment not in done:
-                row[segment.start : segment.stop].copy_(state[key].reshape(-1))
-                done.add(segment)
+            if segment not in done and key in state:
+                segment.of(row[None])[0][places[key] if places else ...] = state[key].to(row)
+            done.add(segment)
         return row
 
 

@@ -30,11 +30,8 @@ def factor_row(
     layout: Segments, places: Mapping[str, Place], factors: Mapping[str, float] | None = None
 ) -> Tensor:
     """Of a narrower network: 1, or the tensor's own factor, at its ``places`` in a row; else 0."""
-    tensors = {}
-    for key, segment in layout.by_key.items():
-        tensors[key] = torch.zeros(segment.shape)
-        tensors[key][places[key]] = (factors or {}).get(key, 1.0)
-    return layout.pack(tensors, torch.zeros(0))
+    found = {key: torch.tensor((factors or {}).get(key, 1.0)) for key in layout.by_key}
+    return layout.pack(found, torch.zeros(0), places)
 
 
 class Levels:
