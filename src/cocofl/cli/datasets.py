@@ -83,14 +83,12 @@ def data_show(
     group_of = data.partition.equal_groups(devices, groups, seed)
     rule = data.Rule(split, alpha, not unequal)
     partition = data.divide(train, devices, seed, rule, group_of)
-    names = GROUPS_OF_THREE if groups == 3 else tuple(f"group {one}" for one in range(groups))
-    held = Holdings.of(train, partition, group_of, names, seed)
+    held = Holdings.of(train, partition, group_of, _group_names(groups), seed)
     with_alpha = f", alpha {alpha:g}" if split in ("dirichlet", "rc", "rc-mixed") else ""
     title = f"{name}: {split}{with_alpha}, {devices} devices, seed {seed}"
     save_bubble_chart(path, held, title)
     low, high = int(partition.sizes.min()), int(partition.sizes.max())
     if as_json:
-        densities = data.partition.class_densities(_group_counts(held)).tolist()
         print_json(
             {
                 "name": name,
@@ -100,7 +98,7 @@ def data_show(
                 "samples_per_device": [low, high],
                 "remainder": len(partition.remainder),
                 "class_names": train.facts.class_names,
-                "densities": dict(zip(held.group_names, densities, strict=True)),
+                "densities": _densities(held),
                 "chart": str(path),
             }
         )
@@ -109,6 +107,15 @@ def data_show(
         each = f"{low if low == high else f'{low} to {high}'} samples each"
         print(f"{devices} devices with {each}; {len(partition.remainder)} left over.")
         print(f"Chart: {path}")
+
+
+def _group_names(groups: int) -> tuple[str, ...]:
+    return GROUPS_OF_THREE if groups == 3 else tuple(f"group {one}" for one in range(groups))
+
+
+def _densities(held: Holdings) -> dict[str, list[float]]:
+    found = data.partition.class_densities(_group_counts(held)).tolist()
+    return dict(zip(held.group_names, found, strict=True))
 
 
 def _group_counts(held: Holdings) -> NDArray[np.int64]:
@@ -120,12 +127,11 @@ def _density_table(held: Holdings, title: str) -> TextTable:
     """Of each class, its share in each group, and who has most of it."""
     counts = _group_counts(held)
     totals, tops = counts.sum(axis=0), counts.argmax(axis=0)
-    densities = data.partition.class_densities(counts)
     columns = {
         "class": [printable(name) for name in held.class_names],
         **{
-            group: [f"{share:.1%}" for share in of_group]
-            for group, of_group in zip(held.group_names, densities, strict=True)
+            group: [f"{share:.1%}" for share in shares]
+            for group, shares in _densities(held).items()
         },
         "most of it is on": [
             f"{held.group_names[top]} ({counts[top, i] / totals[i]:.0%})" if totals[i] else "nobody"
