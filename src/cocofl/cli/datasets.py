@@ -104,9 +104,8 @@ def data_show(
         )
     else:
         print_text_table(_density_table(held, title))
-        each = f"{low if low == high else f'{low} to {high}'} samples each"
-        print(f"{devices} devices with {each}; {len(partition.remainder)} left over.")
-        print(f"Chart: {path}")
+        own = f"{low if low == high else f'{low} to {high}'} samples each"
+        print(f"{devices} devices with {own}; {len(partition.remainder)} left over.\nChart: {path}")
 
 
 def _group_names(groups: int) -> tuple[str, ...]:
