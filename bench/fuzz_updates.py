@@ -26,10 +26,10 @@ from cocofl.chain import BlockChain
 from cocofl.config import Experiment
 from cocofl.errors import RejectedUpdate
 from cocofl.experiment import Setup
-from cocofl.fl.local import Task
 from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.state import ServerState, Tensors
+from cocofl.fl.trainer import Task
 from cocofl.flower.updates import Contract
 from cocofl.freeze.state import block_state
 from cocofl.span import Span
@@ -78,16 +78,16 @@ def real_updates() -> tuple[BlockChain, Tensors, list[Original]]:
         }
     )
     job = Setup(experiment).job()
-    workshop = job.workshop
+    trainer = job.trainer
     assert job.federation is not None
-    chain = workshop.chain()
+    chain = trainer.chain()
     contract = Contract(chain, max_samples=MAX_SAMPLES, max_change=MAX_CHANGE)
     found = []
     for start in range(len(chain)):
         for stop in range(start + 1, len(chain) + 1):
             work = SpanWork(Span(start, stop), "qff" if (start + stop) % 3 else "f")
             task = Task(0, 0, start, job.federation.partition[start][:16], work, 0.05)
-            found.append(Original(contract.encode(workshop.train(task, job.initial))))
+            found.append(Original(contract.encode(trainer.train(task, job.initial))))
     return chain, job.initial.tensors, found
 
 

@@ -35,11 +35,11 @@ from cocofl.engine.rounds import Job, RunInProgress, play_round
 from cocofl.engine.workers import Workers
 from cocofl.fl.devices import Group, make_devices
 from cocofl.fl.federation import Faults, Federation
-from cocofl.fl.local import Materials, Workshop
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import Evaluation
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy
+from cocofl.fl.trainer import Trainer, TrainerSpec
 from cocofl.fl.training import Training
 from cocofl.freeze import KernelPlan, chain_state
 from cocofl.models import MODELS
@@ -66,9 +66,9 @@ def random_images(_folder: Path | None) -> dict[str, tuple[np.ndarray, np.ndarra
 def make_job(model: str, n_devices: int, per_round: int, n_images: int) -> Job:
     data = load("simulate:random_images")
     training = Training(weight_decay=0.001)
-    materials = Materials(Subject(model, 32, 10), training, data.train, data.test)
-    workshop = Workshop(materials)
-    chain = workshop.chain()
+    spec = TrainerSpec(Subject(model, 32, 10), training, data.train, data.test)
+    trainer = Trainer(spec)
+    chain = trainer.chain()
     work = SpanWork(Span(0, len(chain)), "f")
     rng = np.random.default_rng(1)
     indices = rng.integers(0, IMAGES, n_devices * n_images)
@@ -78,8 +78,8 @@ def make_job(model: str, n_devices: int, per_round: int, n_images: int) -> Job:
     return Job(
         strategy=Strategy(lambda _: Plan(work, 1.0), Mean("everyone")),
         federation=Federation(devices, partition, training, per_round, seed=0),
-        workshop=workshop,
-        initial=workshop.server_state(chain_state(chain)),
+        trainer=trainer,
+        initial=trainer.server_state(chain_state(chain)),
         rounds=10**9,
         seed=0,
         training=training,
@@ -92,7 +92,7 @@ def make_job(model: str, n_devices: int, per_round: int, n_images: int) -> Job:
 
 
 def our_round(job: Job, workers: Any) -> Callable[[], float]:
-    workers.prepare(job.workshop, KernelPlan())
+    workers.prepare(job.trainer, KernelPlan())
     run = RunInProgress(job, RunFolder.create(Path(tempfile.mkdtemp()) / "run", ""))
 
     def play() -> float:

@@ -2,7 +2,6 @@
 
 from cocofl.budget import Budget
 from cocofl.fl.federation import Situation
-from cocofl.fl.local import Task, Work, Workshop
 from cocofl.fl.merge import Accumulator, Mean, Merge, ServerOptimizer
 from cocofl.fl.select import feasible, feasible_widths, maximal, select
 from cocofl.fl.spans import SpanWork
@@ -10,6 +9,7 @@ from cocofl.fl.stacked import NotStacked, StackedNetworks, StackedWork
 from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.fl.strategies import STRATEGIES, Plan, Strategy, StrategyFacts, Tables, declares
 from cocofl.fl.strategies.base import time_share
+from cocofl.fl.trainer import Task, Trainer, Work
 from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.local_rule import LocalRule, LocalStep
 from cocofl.span import Blocks, Span
@@ -39,9 +39,9 @@ __all__ = [
     "Tables",
     "Task",
     "Tensors",
+    "Trainer",
     "WidthWork",
     "Work",
-    "Workshop",
     "declares",
     "feasible",
     "feasible_widths",

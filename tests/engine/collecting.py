@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cocofl.engine.executor import Executor, RoundPlan
-from cocofl.fl.local import Task
 from cocofl.fl.state import Contribution, ServerState
+from cocofl.fl.trainer import Task
 
 
 def collected(

@@ -24,10 +24,10 @@ from cocofl.errors import InvalidExperiment, InvalidSetting
 from cocofl.experiment import Run, Setup, simulate, simulate_batch
 from cocofl.experiment.engines import engine_kind
 from cocofl.experiment.runs import batch_groups
-from cocofl.fl.local import Task
 from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.stacked import NotStacked, StackedNetworks, stacked
+from cocofl.fl.trainer import Task
 from cocofl.fl.training import OPTIMIZERS
 from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.freeze import VARIANTS, KernelPlan
@@ -185,11 +185,11 @@ def test_of_classes_that_nobody_has_the_classifier_stays(monkeypatch: pytest.Mon
     monkeypatch.setitem(MODELS, "exact", exact)
     training = {"batch": 16, "momentum": 0.5, "weight_decay": 0.01}
     job = Setup(Experiment.parse(TINY | {"model": {"name": "exact"}, "training": training})).job()
-    labels = job.workshop.materials.train.labels
+    labels = job.trainer.spec.train.labels
     classes, widths = [(1, 4), (4, 7), (1, 4, 9)], (0.5, 1.0, 0.25)
     states = []
     for executor in (InProcess(), CohortExecutor("cpu", devices=2)):
-        executor.prepare(job.workshop, KernelPlan())
+        executor.prepare(job.trainer, KernelPlan())
         state = executor.placed(job.initial)
         for round_index in range(2):
             tasks = [
@@ -232,7 +232,7 @@ def two_heads(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
 def can_stack(experiment: Experiment, work: Any) -> bool:
     """Whether devices with this work can be one computation."""
     job = Setup(experiment).job()
-    networks = StackedNetworks(job.workshop, Program(job.workshop.chain(), torch.device("cpu")))
+    networks = StackedNetworks(job.trainer, Program(job.trainer.chain(), torch.device("cpu")))
     try:
         stacked(networks, Task(0, 0, 0, np.arange(16), work, 0.1))
     except NotStacked:
@@ -360,15 +360,15 @@ def test_a_mini_batch_of_one_sample_is_refused_where_the_serial_engine_does(
 ) -> None:
     monkeypatch.setitem(MODELS, "own", network)
     job = Setup(Experiment.parse(TINY | {"model": {"name": "own"}})).job()
-    executor, shop = CohortExecutor("cpu", devices=2), job.workshop
-    executor.prepare(job.workshop, KernelPlan())
-    n, placed = len(shop.chain()), executor.placed(job.initial)
+    executor, trainer = CohortExecutor("cpu", devices=2), job.trainer
+    executor.prepare(job.trainer, KernelPlan())
+    n, placed = len(trainer.chain()), executor.placed(job.initial)
     spans = [SpanWork(Span(a, b), v) for a, b in ((0, n), (0, 1), (n - 1, n)) for v in VARIANTS]
     refused = 0
     for work in (*spans, WidthWork(0.5), OrderedWork((0.5, 1.0))):
         tasks = [Task(0, 0, d, np.arange(16 + d), work, 0.1) for d in range(2)]
         try:
-            shop.train(tasks[1], job.initial)
+            trainer.train(tasks[1], job.initial)
         except InvalidSetting as error:
             refused += 1
             with pytest.raises(InvalidSetting, match=re.escape(str(error))):
@@ -419,18 +419,18 @@ def test_engines_differ_less_than_float32_from_float64() -> None:
         Task(0, 0, device, job.federation.partition[device], SpanWork(Span(0, 6), "f"), 0.1)
         for device in range(4)
     ]
-    workshop, sent = job.workshop, []
+    trainer, sent = job.trainer, []
     for executor in (InProcess(), CohortExecutor("cpu", precision="fp32")):
-        executor.prepare(job.workshop, KernelPlan())
+        executor.prepare(job.trainer, KernelPlan())
         state = executor.placed(job.initial)
         sent.append([dict(one.tensors) for one in collected(executor, tasks, state)])
         executor.close()
-    exact = split(deepcopy(workshop.model()).double(), torch.randn(16, 1, 8, 8).double())
+    exact = split(deepcopy(trainer.model()).double(), torch.randn(16, 1, 8, 8).double())
     initial = {
         k: t.double() if t.is_floating_point() else t for k, t in job.initial.tensors.items()
     }
     for task, serial, cohort in zip(tasks, *sent, strict=True):
-        loaded = [((x.double(),), y) for x, y in workshop.load(task)]
+        loaded = [((x.double(),), y) for x, y in trainer.load(task)]
         work = DeviceWork(Span(0, len(exact)), "f", task.lr)
         truth, _ = train_one(exact, initial, work, loaded, Sgd(momentum=0.5))
         apart = max(float((serial[key] - cohort[key]).abs().max()) for key in serial)
@@ -619,7 +619,7 @@ def test_only_the_states_of_a_round_are_kept() -> None:
     indices = np.arange(20)
     for work in (SpanWork(Span(0, 6), "f"), WidthWork(0.5), OrderedWork((0.5, 1.0))):
         executor = CohortExecutor("cpu")
-        executor.prepare(job.workshop, KernelPlan())
+        executor.prepare(job.trainer, KernelPlan())
         state, seen = executor.placed(job.initial), []
         for round_index in range(4):
             sent = collected(executor, [Task(0, round_index, 0, indices, work, 0.1)], state)
@@ -632,7 +632,7 @@ def test_a_cohort_is_let_go_of_at_once() -> None:
     """When a larger one takes its place, and in the end: its memory is a GPU's."""
     job = Setup(Experiment.parse(TINY)).job()
     executor = CohortExecutor("cpu")
-    executor.prepare(job.workshop, KernelPlan())
+    executor.prepare(job.trainer, KernelPlan())
     state = executor.placed(job.initial)
     gc.disable()
     try:
@@ -651,7 +651,7 @@ def test_a_cohort_is_let_go_of_at_once() -> None:
 def test_testing_leaves_the_numbers_of_samples_alone() -> None:
     job = Setup(Experiment.parse(TINY)).job()
     executor = CohortExecutor("cpu")
-    executor.prepare(job.workshop, KernelPlan())
+    executor.prepare(job.trainer, KernelPlan())
     parts = [np.arange(20), np.arange(20, 40)]
     for _ in range(2):
         executor.test(job.initial, parts, "running")

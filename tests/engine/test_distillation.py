@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from cocofl.data import Facts, Split, load
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor, InProcess
-from cocofl.fl.local import Materials, Task, Workshop
 from cocofl.fl.merge import Mean
 from cocofl.fl.state import Contribution, Tensors
+from cocofl.fl.trainer import Task, Trainer, TrainerSpec
 from cocofl.fl.training import Training
 from cocofl.fl.widths import OrderedWork, WidthWork
 from cocofl.freeze import KernelPlan, chain_state
@@ -80,10 +80,12 @@ def texts() -> Split:
 NETWORKS = {"cnn": cnn, "averaging-cnn": averaging_cnn, "transformer": transformer}
 
 
-def materials(network: str, loss: str) -> Materials:
+def spec(network: str, loss: str) -> TrainerSpec:
     data = texts() if network == "transformer" else load("digits").train
     training = Training(batch=BATCH, momentum=0.5, weight_decay=0.01, clip=1.0, loss=loss)
-    return Materials(Subject(f"{network} in float64", BATCH, 10), training, data, data, "reference")
+    return TrainerSpec(
+        Subject(f"{network} in float64", BATCH, 10), training, data, data, "reference"
+    )
 
 
 def tasks(round_index: int) -> list[Task]:
@@ -94,21 +96,21 @@ def tasks(round_index: int) -> list[Task]:
     ]
 
 
-def play(executor: Executor, made_of: Materials) -> tuple[list[list[Contribution]], Tensors]:
+def play(executor: Executor, made_of: TrainerSpec) -> tuple[list[list[Contribution]], Tensors]:
     """What devices sent in each of two rounds, and the server's state after them."""
-    workshop = Workshop(made_of)
-    state = chain_state(workshop.chain())
-    executor.prepare(workshop, KernelPlan())
+    trainer = Trainer(made_of)
+    state = chain_state(trainer.chain())
+    executor.prepare(trainer, KernelPlan())
     rounds = []
     for index in range(2):
         sent = [
             Contribution(dict(one.tensors), one.samples, one.loss, one.width)
             for one in collected(
-                executor, tasks(index), executor.placed(workshop.server_state(state))
+                executor, tasks(index), executor.placed(trainer.server_state(state))
             )
         ]
-        merged = Mean("senders")(workshop.server_state(state), sent).tensors
-        learned = dict(workshop.model().named_parameters())
+        merged = Mean("senders")(trainer.server_state(state), sent).tensors
+        learned = dict(trainer.model().named_parameters())
         # The server has its statistics in float32.
         state = {k: t if k in learned else t.float().double() for k, t in merged.items()}
         rounds.append(sent)
@@ -125,7 +127,7 @@ def differences(one: Tensors, other: Tensors) -> dict[str, float]:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_two_rounds_in_float64(network: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, f"{network} in float64", NETWORKS[network])
-    made_of = materials(network, loss)
+    made_of = spec(network, loss)
     expected, state = play(InProcess(), made_of)
     found, other = play(CohortExecutor("cpu", precision="fp32", devices=4), made_of)
     for serial, cohort in zip(expected, found, strict=True):

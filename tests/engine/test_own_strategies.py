@@ -104,8 +104,8 @@ def test_devices_upload_their_control_variates(tmp_path: Path) -> None:
 class Doubled(SpanWork):
     """A subclass that trains otherwise, and says nothing about cohorts."""
 
-    def train(self, workshop, task, state):
-        return super().train(workshop, replace(task, lr=2 * task.lr), state)
+    def train(self, trainer, task, state):
+        return super().train(trainer, replace(task, lr=2 * task.lr), state)
 
 
 def doubled(tables: Tables) -> Strategy:

@@ -31,7 +31,7 @@ def vectors(num_classes: int) -> tuple[nn.Module, Tensor]:
 def test_no_test_sample_is_alone_in_its_batch(executor, tmp_path: Path) -> None:
     """A norm has no variance of one value."""
     experiment = Experiment.parse(TINY)
-    size = len(Setup(experiment).materials.test)
+    size = len(Setup(experiment).spec.test)
     experiment = experiment.changed({"evaluation.batch": (size - 1) // 2})
     assert size % experiment.evaluation.batch == 1
     run = simulate(experiment, out=tmp_path, executor=executor())

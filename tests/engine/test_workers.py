@@ -15,8 +15,8 @@ import torch
 from cocofl.config import Experiment
 from cocofl.engine.workers import PIPE_BYTES, Workers
 from cocofl.experiment import Setup
-from cocofl.fl.local import Task, Workshop
 from cocofl.fl.state import Contribution, ServerState
+from cocofl.fl.trainer import Task, Trainer
 from cocofl.freeze import KernelPlan
 from tests.engine.collecting import collected
 
@@ -25,7 +25,7 @@ from tests.engine.collecting import collected
 class SendsMuch:
     """Work that is done at once, and whose result is larger than a pipe."""
 
-    def train(self, _shop: Workshop, task: Task, _state: ServerState) -> Contribution:
+    def train(self, _trainer: Trainer, task: Task, _state: ServerState) -> Contribution:
         return Contribution({"much": torch.zeros(PIPE_BYTES)}, len(task.indices))
 
 
@@ -36,7 +36,7 @@ def test_requests_and_answers_that_are_larger_than_a_pipe() -> None:
     tasks = [Task(0, 0, device, indices, SendsMuch(), 0.1) for device in range(4)]
     workers, pool = Workers(1), ThreadPoolExecutor(1)
     try:
-        workers.prepare(job.workshop, KernelPlan())
+        workers.prepare(job.trainer, KernelPlan())
         answers = pool.submit(lambda: list(collected(workers, tasks, job.initial)))
         assert [one.samples for one in answers.result(timeout=15)] == [PIPE_BYTES] * 4
     finally:

@@ -39,7 +39,7 @@ for kind in (nn.Conv2d, Functional):
 FEDERATED = """
 import numpy as np
 from cocofl import data
-from cocofl.fl.local import Materials, Task, Workshop
+from cocofl.fl.trainer import TrainerSpec, Task, Trainer
 from cocofl.fl.state import ServerState
 from cocofl.fl.training import Training
 from cocofl.fl.widths import OrderedWork, WidthWork
@@ -48,10 +48,10 @@ from cocofl.profiling.subject import Subject
 
 digits = data.load("digits")
 subject = Subject("resnet10-digits", 16, 10)
-workshop = Workshop(Materials(subject, Training(batch=16, epochs=2), digits.train, digits.test))
-state = ServerState(chain_state(workshop.chain()))
+trainer = Trainer(TrainerSpec(subject, Training(batch=16, epochs=2), digits.train, digits.test))
+state = ServerState(chain_state(trainer.chain()))
 for work in (WidthWork(0.25), OrderedWork((0.25, 0.5))):
-    workshop.train(Task(5, 2, 3, np.arange(48), work, 0.1), state)
+    trainer.train(Task(5, 2, 3, np.arange(48), work, 0.1), state)
 """
 
 

@@ -19,7 +19,6 @@ from cocofl.engine.executor import Answer, Asked, Executor, RoundPlan
 from cocofl.engine.gpu_evaluation import GpuEvaluator, GpuSplit
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Task, Workshop, one_sample_refused
 from cocofl.fl.metrics import Sums
 from cocofl.fl.stacked import (
     PARAMETERS,
@@ -31,6 +30,7 @@ from cocofl.fl.stacked import (
     stacked,
 )
 from cocofl.fl.state import Memory, ServerState
+from cocofl.fl.trainer import Task, Trainer, one_sample_refused
 from cocofl.fl.training import cross_entropy
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
@@ -74,12 +74,12 @@ class CohortExecutor(Executor):
         if self._on.type == "cuda" and not torch.cuda.is_available():
             raise InvalidSetting("the cohort engine was asked for a GPU, but there is none here")
 
-    def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
+    def prepare(self, trainer: Trainer, plan: KernelPlan) -> None:
         """Bring the data to the GPU."""
-        workshop.plan = plan
-        self._workshop, materials = workshop, workshop.materials
-        self._source = GpuSplit(materials.train, self._on)
-        self._tests = GpuSplit(materials.test, self._on)
+        trainer.kernels = plan
+        self._trainer, spec = trainer, trainer.spec
+        self._source = GpuSplit(spec.train, self._on)
+        self._tests = GpuSplit(spec.test, self._on)
         self._cohort: Cohort | None = None
         self._room_for = 0, False  # so many devices; whether they distil
         self._evaluator: GpuEvaluator | None = None
@@ -88,24 +88,24 @@ class CohortExecutor(Executor):
 
     def _stacked_layout(self) -> StackedLayout | None:
         """The network for many devices, and how its states lie; None where it has no such form."""
-        name = self._workshop.materials.subject.model
+        name = self._trainer.spec.subject.model
         # Built-in networks have one, as the tests say.
-        reason = None if name in MODELS else disagreement(self._workshop.chain())
+        reason = None if name in MODELS else disagreement(self._trainer.chain())
         if reason is not None:
             self._warn(f"the devices of {name} train one after the other, on the CPU: {reason}")
             return None
-        program = Program(self._workshop.chain(), self._on)
-        return StackedLayout(StackedNetworks(self._workshop, program), self._on)
+        program = Program(self._trainer.chain(), self._on)
+        return StackedLayout(StackedNetworks(self._trainer, program), self._on)
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, TrainedAlone, stacklevel=2)
 
-    def resolve_plan(self, state: ServerState) -> KernelPlan:
+    def choose_kernels(self, state: ServerState) -> KernelPlan:
         """Nothing to choose: a cohort computes the reference arithmetic."""
         del state
-        return self._workshop.plan
+        return self._trainer.kernels
 
     def placed(self, state: ServerState) -> ServerState:
         """As rows on the GPU."""
@@ -138,7 +138,7 @@ class CohortExecutor(Executor):
                 if (work := self._stacked(task)) is not None:
                     together.append(_Participant(run, task, work))
                 else:
-                    alone = self._workshop.train(task, state)
+                    alone = self._trainer.train(task, state)
                     yield run, Answer(task.device, alone)
         states = [state for _, state in asked]
         for trains in (True, False):
@@ -176,7 +176,7 @@ class CohortExecutor(Executor):
                 found = self._measure(cohort, some, rows)
             for one, trained in zip(some, found, strict=True):
                 sent = layout.sent(one.work, one.task, trained.clone() if keep else trained)
-                sent = self._workshop.transmitted(sent, one.task, states[one.run])
+                sent = self._trainer.transmitted(sent, one.task, states[one.run])
                 yield one.run, Answer(one.task.device, sent)
 
     def _train(
@@ -220,7 +220,7 @@ class CohortExecutor(Executor):
         self, cohort: Cohort, some: Sequence[_Participant], rows: Rows
     ) -> Iterator[Trained]:
         """Norm statistics, nothing trained."""
-        batches = [self._workshop.batches(one.task) for one in some]
+        batches = [self._trainer.batches(one.task) for one in some]
         cohort.measure_statistics(rows, *_padded(batches, cohort.batch))
         for d in range(len(some)):
             yield Trained(cohort.rows_now(d), {}, {}, 0.0, True, 0)
@@ -230,11 +230,11 @@ class CohortExecutor(Executor):
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         # Dropout draws from PyTorch's global generator: the same for the same devices.
         torch.manual_seed(int(some[0].task.rng("dropout").integers(2**63)))
-        batches = [self._workshop.batches(one.task) for one in some]
+        batches = [self._trainer.batches(one.task) for one in some]
         for one, own in zip(some, batches, strict=True):
             if any(len(b) == 1 for b in own) and cohort.needs_two_samples(one.work.device):
                 raise one_sample_refused(one.task.device)
-        return _padded(batches, self._workshop.training.batch)
+        return _padded(batches, self._trainer.training.batch)
 
     # Testing
 
@@ -244,7 +244,7 @@ class CohortExecutor(Executor):
             # Where devices train together in a captured graph, their model can be tested so.
             capture = self._cohort is not None and self._cohort.program.is_capturable
             precision = Precision(self._precision)
-            self._evaluator = GpuEvaluator(self._workshop, self._tests, precision, capture=capture)
+            self._evaluator = GpuEvaluator(self._trainer, self._tests, precision, capture=capture)
         return self._evaluator.test(state, chunks, statistics)
 
     def close(self) -> None:
@@ -255,9 +255,9 @@ class CohortExecutor(Executor):
         most, distilled = self._room_for
         if self._cohort is None or wanted > most or distils > distilled:
             self._room_for = max(wanted, most), distils or distilled
-            layout, training = self._layout(), self._workshop.training
+            layout, training = self._layout(), self._trainer.training
             assert layout is not None
-            own_loss = self._workshop.loss
+            own_loss = self._trainer.loss
             is_plain = own_loss is cross_entropy
             optimizer = training.stacked_optimizer()
             if optimizer is None:
@@ -269,7 +269,7 @@ class CohortExecutor(Executor):
 
             def make(devices: int) -> Cohort:
                 return Cohort(
-                    self._workshop.chain(),
+                    self._trainer.chain(),
                     self._source,
                     devices=devices,
                     batch=training.batch,

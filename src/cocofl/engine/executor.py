@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Task, Workshop
 from cocofl.fl.metrics import Sums
 from cocofl.fl.state import Contribution, ServerState
+from cocofl.fl.trainer import Task, Trainer
 from cocofl.freeze import KernelPlan
 
 
@@ -64,15 +64,15 @@ class Executor(ABC):
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
 
-    def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
+    def prepare(self, trainer: Trainer, plan: KernelPlan) -> None:
         """Get ready for an experiment; all int8 work obeys ``plan`` from now on."""
-        workshop.plan = plan
-        self._workshop = workshop
+        trainer.kernels = plan
+        self._trainer = trainer
 
-    def resolve_plan(self, state: ServerState) -> KernelPlan:
+    def choose_kernels(self, state: ServerState) -> KernelPlan:
         """Choose kernels where the plan has not, under the conditions that devices train in."""
-        self._workshop.resolve_plan(state)
-        return self._workshop.plan
+        self._trainer.choose_kernels(state)
+        return self._trainer.kernels
 
     def placed(self, state: ServerState) -> ServerState:
         """The state where this executor wants it."""
@@ -88,7 +88,7 @@ class Executor(ABC):
 
     def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
         """The sums of the metrics over chunks of the test data."""
-        return added(self._workshop.test(state, chunks, statistics))
+        return added(self._trainer.test(state, chunks, statistics))
 
     def close(self) -> None:
         """Let go of what the executor holds."""
@@ -100,4 +100,4 @@ class InProcess(Executor):
 
     def collect(self, plan: RoundPlan, state: ServerState) -> Iterable[Answer]:
         """One device after the other."""
-        return answers(plan.tasks, (self._workshop.train(task, state) for task in plan.tasks))
+        return answers(plan.tasks, (self._trainer.train(task, state) for task in plan.tasks))

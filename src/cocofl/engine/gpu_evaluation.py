@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cocofl.data import Split
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Workshop, norms_of
 from cocofl.fl.metrics import Sums
 from cocofl.fl.state import ServerState, is_scale
+from cocofl.fl.trainer import Trainer, norms_of
 from cocofl.vector import Graphs, Precision
 
 
@@ -46,14 +46,14 @@ class GpuEvaluator:
     """A model and test data that stay on a device, so that testing can be captured as well."""
 
     def __init__(
-        self, workshop: Workshop, tests: GpuSplit, precision: Precision, *, capture: bool
+        self, trainer: Trainer, tests: GpuSplit, precision: Precision, *, capture: bool
     ) -> None:
         on_gpu = tests.on.type == "cuda"
-        model, _ = workshop.materials.subject.build()
+        model, _ = trainer.spec.subject.build()
         self._model = model.to(tests.on).eval().requires_grad_(False)
         if on_gpu:  # as the images lie
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._tests, self._precision, self._tally = tests, precision, workshop.tally
+        self._tests, self._precision, self._tally = tests, precision, trainer.tally
         self._graphs = Graphs(capture and self._tally.capturable and on_gpu)
         self._chunks: dict[int, Tensor] = {}  # by their length, where captured tests find them
         self._sums = list[Tensor]()

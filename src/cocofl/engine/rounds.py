@@ -18,11 +18,11 @@ from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.federation import Faults, Federation
-from cocofl.fl.local import Task, Workshop, norms_of
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
 from cocofl.fl.state import Contribution, ServerState, is_scale
 from cocofl.fl.strategies import Plan, Strategy
+from cocofl.fl.trainer import Task, Trainer, norms_of
 from cocofl.fl.training import Training
 from cocofl.fl.widths import StatisticsWork
 from cocofl.freeze import KernelPlan, check_state
@@ -60,7 +60,7 @@ class Job:
     strategy: Strategy
     federation: Federation | None
     """The devices that are simulated; None where devices plan by themselves."""
-    workshop: Workshop
+    trainer: Trainer
     initial: ServerState
     rounds: int
     seed: int
@@ -251,7 +251,7 @@ def _evaluate(
     kinds = [settings.statistics] if (plan.round_index + 1) % settings.every == 0 or is_last else []
     if kinds and (is_last or settings.statistics == "running"):
         state = _with_statistics(job, executor, state, plan, merged)
-    has_choice = any(norm.track_running_stats for norm in norms_of(job.workshop.model()))
+    has_choice = any(norm.track_running_stats for norm in norms_of(job.trainer.model()))
     if is_last and has_choice and job.federation is not None:
         # Which statistics a published number was made with is rarely said: the end has both.
         kinds += [kind for kind in STATISTICS if kind != settings.statistics]
@@ -276,10 +276,10 @@ def evaluate(
     """Test the server's model, with other norm statistics than the job's where they are named."""
     settings = job.evaluation
     # Shuffled once and for all: where statistics are those of the batch, a batch must be mixed.
-    order = stream(0, "evaluation").permutation(len(job.workshop.materials.test))
+    order = stream(0, "evaluation").permutation(len(job.trainer.spec.test))
     parts: list[Ints] = [order[part] for part in chunks(len(order), settings.batch)]
     sums = executor.test(state, parts, statistics or settings.statistics)
-    return scores(job.workshop.tally, sums, job.populations)
+    return scores(job.trainer.tally, sums, job.populations)
 
 
 # --- all rounds ----------------------------------------------------------------------------------
@@ -293,8 +293,8 @@ class RunInProgress:
         self.job, self.folder, self._watchers = job, folder, watchers
         found = folder.rewind()
         self.next_round = found[0] if found else 0
-        self.state = job.workshop.server_state(found[1]) if found else job.initial
-        chain, tensors = job.workshop.chain(), self.state.tensors.items()
+        self.state = job.trainer.server_state(found[1]) if found else job.initial
+        chain, tensors = job.trainer.chain(), self.state.tensors.items()
         own = chain.state_dict()  # without statistics of narrower networks
         check_state(chain, {key: t for key, t in tensors if key in own or is_scale(key)}, None)
 
@@ -342,11 +342,11 @@ def run(
 def _prepare(runs: Sequence[RunInProgress], executor: Executor, plan: KernelPlan) -> None:
     """Get the executor ready, with the kernels that the first run began with or begins with now."""
     paths = [run.folder.path / PLAN for run in runs]
-    is_new, workshop, strategy = not paths[0].exists(), runs[0].job.workshop, runs[0].job.strategy
+    is_new, trainer, strategy = not paths[0].exists(), runs[0].job.trainer, runs[0].job.strategy
     plan = plan if is_new else KernelPlan.load(paths[0])
-    executor.prepare(workshop, plan)
-    if is_new and strategy.integers and workshop.materials.backend == "auto":
-        plan = executor.resolve_plan(runs[0].state)
+    executor.prepare(trainer, plan)
+    if is_new and strategy.integers and trainer.spec.backend == "auto":
+        plan = executor.choose_kernels(runs[0].state)
     for path in paths:
         if not path.exists():
             plan.save(path)

@@ -1,4 +1,4 @@
-"""A worker process: one thread, one workshop, one pipe to the process that gives it tasks.
+"""A worker process: one thread, one trainer, one pipe to the process that gives it tasks.
 
 It is started as ``python -m cocofl.engine.worker READ_FD WRITE_FD`` rather than by
 ``multiprocessing``, which would run the user's own script a second time, and which cannot give
@@ -22,15 +22,15 @@ import torch
 from cocofl.allocator import keep_freed_memory
 from cocofl.engine import wire
 from cocofl.errors import CocoflError
-from cocofl.fl.local import Materials, Task, Workshop
 from cocofl.fl.state import Contribution, ServerState, Tensors
+from cocofl.fl.trainer import Task, Trainer, TrainerSpec
 from cocofl.freeze import KernelPlan
 
 
 class Worker:
     """Answers one request after the other."""
 
-    _workshop: Workshop
+    _trainer: Trainer
     _state: ServerState
     _made_of = b""
 
@@ -38,30 +38,30 @@ class Worker:
         """Find modules where the parent finds them: the user's own functions live there."""
         sys.path[:] = path
 
-    def prepare(self, materials: Materials, choices: dict[str, str]) -> None:
-        """Make a workshop for an experiment; the last one's will do if it is the same."""
-        made_of = wire.dumps(materials)  # names and paths
+    def prepare(self, spec: TrainerSpec, choices: dict[str, str]) -> None:
+        """Make a trainer for an experiment; the last one's will do if it is the same."""
+        made_of = wire.dumps(spec)  # names and paths
         if made_of != self._made_of:
-            self._workshop, self._made_of = Workshop(materials), made_of
-        if self._workshop.plan.choices != choices:
-            self._workshop.plan = KernelPlan(choices)
+            self._trainer, self._made_of = Trainer(spec), made_of
+        if self._trainer.kernels.choices != choices:
+            self._trainer.kernels = KernelPlan(choices)
 
     def state(self, flat: Tensors) -> None:
         """Keep the server's state for the requests that follow."""
         self._state = ServerState.from_flat(flat)
 
-    def resolve_plan(self) -> dict[str, str]:
+    def choose_kernels(self) -> dict[str, str]:
         """Choose kernels under the conditions that devices train in."""
-        self._workshop.resolve_plan(self._state)
-        return self._workshop.plan.choices
+        self._trainer.choose_kernels(self._state)
+        return self._trainer.kernels.choices
 
     def train(self, task: Task) -> Contribution:
         """Train a device; what is sent in an encoded form, too, is needed decoded here."""
-        return replace(self._workshop.train(task, self._state), payloads={})
+        return replace(self._trainer.train(task, self._state), payloads={})
 
     def test(self, chunks: Any, statistics: str) -> Any:
         """Test the server's model on some of the test data."""
-        return self._workshop.test(self._state, chunks, statistics)
+        return self._trainer.test(self._state, chunks, statistics)
 
 
 def serve(requests: Connection, replies: Connection) -> None:

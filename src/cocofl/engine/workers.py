@@ -22,9 +22,9 @@ from cocofl import errors
 from cocofl.engine import wire
 from cocofl.engine.executor import Answer, Executor, RoundPlan, added, answers
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Workshop
 from cocofl.fl.metrics import Sums
 from cocofl.fl.state import ServerState
+from cocofl.fl.trainer import Trainer
 from cocofl.freeze import KernelPlan
 
 # One thread per worker; and oneDNN keeps compiled kernels for as many shapes as a run may have.
@@ -130,17 +130,17 @@ class Workers(Executor):
         self._channels = [_Channel() for _ in range(count or default_workers())]
         self._all("path", sys.path)
 
-    def prepare(self, workshop: Workshop, plan: KernelPlan) -> None:
-        """Each worker makes a workshop of its own."""
-        self._materials = workshop.materials
-        self._all("prepare", self._materials, plan.choices)
+    def prepare(self, trainer: Trainer, plan: KernelPlan) -> None:
+        """Each worker makes a trainer of its own."""
+        self._spec = trainer.spec
+        self._all("prepare", self._spec, plan.choices)
 
-    def resolve_plan(self, state: ServerState) -> KernelPlan:
+    def choose_kernels(self, state: ServerState) -> KernelPlan:
         """One worker measures while the others wait; then all obey."""
         self._share(state)
-        self._channels[0].ask("resolve_plan")
+        self._channels[0].ask("choose_kernels")
         plan = KernelPlan(self._channels[0].answer(), fixed=True)
-        self._all("prepare", self._materials, plan.choices)
+        self._all("prepare", self._spec, plan.choices)
         return plan
 
     def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:

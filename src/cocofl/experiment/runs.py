@@ -260,8 +260,8 @@ def evaluate_run(
     refuse_untrusted(*names_in(experiment.by_key()))  # also for the worker processes
     job = Setup(experiment).job()
     with executor_for(experiment, executor) as own:
-        own.prepare(job.workshop, KernelPlan())
-        return evaluate(job, own, job.workshop.server_state(found.state))
+        own.prepare(job.trainer, KernelPlan())
+        return evaluate(job, own, job.trainer.server_state(found.state))
 
 
 def model_with(run_: Run) -> nn.Module:

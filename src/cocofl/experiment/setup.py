@@ -34,9 +34,9 @@ from cocofl.fl.devices import (
     make_devices,
 )
 from cocofl.fl.federation import Faults, Federation
-from cocofl.fl.local import Materials, Workshop
 from cocofl.fl.metrics import Populations
 from cocofl.fl.strategies import STRATEGIES, Strategy, facts_of
+from cocofl.fl.trainer import Trainer, TrainerSpec
 from cocofl.freeze import State, chain_state, check_state
 from cocofl.named import lookup, nearest
 from cocofl.profiling.subject import Subject
@@ -76,8 +76,8 @@ class Setup:
             tuple(experiment.model.options.items()),
         )
         experiment.training.check_optimizer()
-        self.workshop = Workshop(
-            Materials(
+        self.trainer = Trainer(
+            TrainerSpec(
                 self.subject,
                 experiment.training,
                 self.data.train,
@@ -87,12 +87,12 @@ class Setup:
                 experiment.upload.codec,
             )
         )
-        check_metric_names([one.name for one in self.workshop.tally.metrics])
-        self.materials = self.workshop.materials
-        self.chain: BlockChain = self.workshop.chain()
+        check_metric_names([one.name for one in self.trainer.tally.metrics])
+        self.spec = self.trainer.spec
+        self.chain: BlockChain = self.trainer.chain()
         self._check_shapes()
         self._check_labels()
-        self.tables = ExperimentTables(experiment, self.workshop)
+        self.tables = ExperimentTables(experiment, self.trainer)
         self.facts = facts_of(experiment.strategy.name)
         self.strategy = self._strategy()
 
@@ -107,8 +107,8 @@ class Setup:
         return Job(
             strategy=self.strategy,
             federation=federation,
-            workshop=self.workshop,
-            initial=self.workshop.server_state(self._initial_state()),
+            trainer=self.trainer,
+            initial=self.trainer.server_state(self._initial_state()),
             rounds=rounds_of(experiment),
             seed=experiment.seed,
             training=replace(
@@ -157,7 +157,7 @@ class Setup:
             "engine": engine_kind(self.experiment),
             "strategy": self.experiment.strategy.name,
             "strategy_facts": asdict(self.facts),
-            "metrics": {one.name: asdict(one.facts) for one in self.workshop.tally.metrics},
+            "metrics": {one.name: asdict(one.facts) for one in self.trainer.tally.metrics},
             "tables": dict(self.tables.served),
             "model_blocks": len(self.chain),
             "samples_left_over": len(self.partition.remainder),
@@ -184,7 +184,7 @@ class Setup:
                 f"training.loss is 'cross_entropy', but the labels of {self.experiment.data.name} "
                 "are numbers; expected squared_error, or your own as package.module:function"
             )
-        for one in self.workshop.tally.metrics:
+        for one in self.trainer.tally.metrics:
             if one.of_classes and (facts.labels == "numbers" or facts.num_classes > MOST_CLASSES):
                 raise InvalidExperiment(
                     f"evaluation.metrics has {one.name}, which counts every pair of classes, but "

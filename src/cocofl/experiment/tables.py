@@ -10,7 +10,7 @@ import numpy as np
 from cocofl.config import Experiment
 from cocofl.errors import TableMismatch
 from cocofl.fl.codec import is_encoded
-from cocofl.fl.local import Workshop
+from cocofl.fl.trainer import Trainer
 from cocofl.freeze.state import block_state
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
@@ -21,10 +21,10 @@ from cocofl.profiling.table import Configuration
 class ExperimentTables:
     """The profile tables of an experiment, loaded when a strategy asks; it notes who served."""
 
-    def __init__(self, experiment: Experiment, workshop: Workshop) -> None:
-        self._experiment, self._workshop = experiment, workshop
-        self.n_blocks = len(workshop.chain())
-        self.is_text = workshop.materials.train.facts.task == "text"
+    def __init__(self, experiment: Experiment, trainer: Trainer) -> None:
+        self._experiment, self._trainer = experiment, trainer
+        self.n_blocks = len(trainer.chain())
+        self.is_text = trainer.spec.train.facts.task == "text"
         self.served: dict[str, str] = {}
         self._loaded: dict[str, ProfileTable] = {}
 
@@ -58,14 +58,14 @@ class ExperimentTables:
 
     def _charged(self, table: ProfileTable) -> ProfileTable:
         """The table with the uploads that the experiment's codec makes."""
-        codec = self._workshop.codec
+        codec = self._trainer.codec
         if codec.is_exact:
             return table
 
         def share(configuration: Configuration) -> float:
             width = configuration if isinstance(configuration, float) else 1.0
             chosen = None if isinstance(configuration, float) else configuration
-            blocks = self._workshop.chain(width).blocks
+            blocks = self._trainer.chain(width).blocks
             trained = [b for i, b in enumerate(blocks) if chosen is None or i in chosen]
             sent = [item for block in trained for item in block_state(block).items()]
             sizes = [
@@ -86,7 +86,7 @@ class ExperimentTables:
             named = source.startswith("measured:") and "/" not in source
             return ProfileTable.load(f"{source}/{kind}" if named else source)
         method, variant = ("width", "qff") if kind == "width" else ("span", kind)
-        subject = self._workshop.materials.subject
+        subject = self._trainer.spec.subject
         settings = Settings(**vars(subject), method=method, variant=variant)
         return _analytic(settings, f"analytic {model.name} {kind}")
 

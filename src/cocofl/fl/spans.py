@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cocofl.fl.local import Task, Workshop
 from cocofl.fl.stacked import StackedNetworks, StackedWork
 from cocofl.fl.state import Contribution, ServerState, Tensors
+from cocofl.fl.trainer import Task, Trainer
 from cocofl.freeze import FrozenNet, freeze
 from cocofl.local_rule import LocalRule, LocalStep
 from cocofl.span import Blocks
@@ -28,15 +28,15 @@ class SpanWork:
     def __str__(self) -> str:
         return str(self.blocks)
 
-    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
+    def train(self, trainer: Trainer, task: Task, state: ServerState) -> Contribution:
         """One device's local training; it sends the trained blocks only."""
         net = freeze(
-            workshop.chain(),
+            trainer.chain(),
             self.blocks,
             variant=self.variant,
-            backend=workshop.materials.backend,
+            backend=trainer.spec.backend,
             state=state.tensors,
-            plan=workshop.plan,
+            plan=trainer.kernels,
             state_is_checked=True,
         )
         net.train()
@@ -47,9 +47,9 @@ class SpanWork:
             if p.requires_grad
         }
         ruled = None if self.rule is None else RuleAtWork(self.rule, named, task, state)
-        losses = self._losses(net, workshop, task)
+        losses = self._losses(net, trainer, task)
         correct = None if ruled is None else ruled.correct
-        loss = workshop.training.descend(named.values(), losses, task.lr, correct)
+        loss = trainer.training.descend(named.values(), losses, task.lr, correct)
         sent, samples = net.update().tensors, len(task.indices)
         if ruled is None:
             return Contribution(sent, samples, loss)
@@ -57,12 +57,12 @@ class SpanWork:
         size = kept + sum(t.nbytes for t in sent.values())
         return Contribution(sent, samples, loss, memory=ruled.remembered(), sent_bytes=size)
 
-    def _losses(self, net: FrozenNet, workshop: Workshop, task: Task) -> Iterator[Tensor]:
-        last = len(workshop.batches(task)) - 1
-        for i, (inputs, labels) in enumerate(workshop.load(task)):
+    def _losses(self, net: FrozenNet, trainer: Trainer, task: Task) -> Iterator[Tensor]:
+        last = len(trainer.batches(task)) - 1
+        for i, (inputs, labels) in enumerate(trainer.load(task)):
             if i == last and self.variant == "qff":
                 net.measure_scales()  # for those who will have these blocks frozen
-            yield workshop.loss(net(inputs), labels)
+            yield trainer.loss(net(inputs), labels)
 
     def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
         """Every cohort can do this."""

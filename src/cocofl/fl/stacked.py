@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Task, Workshop, scaled_layers
 from cocofl.fl.state import Contribution, Layout, Part, Tensors, votes_of_rows
+from cocofl.fl.trainer import Task, Trainer, scaled_layers
 from cocofl.models import MODELS
 from cocofl.span import Blocks, Span
 from cocofl.vector import WHOLE, Cohort, DeviceWork, Program, Rows, Segments, factor_row, narrows
@@ -67,12 +67,12 @@ def stacked(networks: StackedNetworks, task: Task) -> StackedWork:
 class StackedNetworks:
     """The network of a cohort and its narrower ones, which are levels of it."""
 
-    def __init__(self, workshop: Workshop, program: Program) -> None:
-        self.workshop, self.program = workshop, program
+    def __init__(self, trainer: Trainer, program: Program) -> None:
+        self.trainer, self.program = trainer, program
         self.everything = Span(0, program.n_blocks)
         self._numbers: dict[tuple[float, bool], int] = {}
         self._levels: list[tuple[Tensor, Mapping[str, int]]] = []
-        self._agrees = cache(partial(_agrees, workshop))
+        self._agrees = cache(partial(_agrees, trainer))
 
     def check_widths(self, widths: Iterable[float]) -> None:
         """Raise :class:`NotStacked` where a width changes what a cohort does not know of."""
@@ -83,18 +83,18 @@ class StackedNetworks:
     @property
     def gives_scores(self) -> bool:
         """Whether the network returns scores of classes and nothing else."""
-        return (self.program.scores or 0) >= self.workshop.materials.train.facts.num_classes
+        return (self.program.scores or 0) >= self.trainer.spec.train.facts.num_classes
 
     def level(self, width: float, *, scaled: bool = False) -> int:
         """The number of a width."""
         wanted = width, scaled and width < 1.0
         if wanted not in self._numbers:
-            shop, factors = self.workshop, {}
+            trainer, factors = self.trainer, {}
             if wanted[1]:
-                names = scaled_layers(shop.model(width), shop.model())
+                names = scaled_layers(trainer.model(width), trainer.model())
                 factors = {f"{name}.{t}": 1.0 / width for name in names for t in ("weight", "bias")}
-            row = factor_row(self.program.layout.parameters, shop.places(width), factors)
-            self._levels.append((row, self.program.channels_in(shop.chain(width))))
+            row = factor_row(self.program.layout.parameters, trainer.places(width), factors)
+            self._levels.append((row, self.program.channels_in(trainer.chain(width))))
             self._numbers[wanted] = len(self._levels) - 1
         return self._numbers[wanted]
 
@@ -113,11 +113,11 @@ class StackedNetworks:
         return self._levels[level][0] != 0
 
 
-def _agrees(workshop: Workshop, width: float) -> bool:
+def _agrees(trainer: Trainer, width: float) -> bool:
     """Whether a narrower network is the full one with smaller sizes, as far as a trial says."""
-    if width == 1.0 or workshop.materials.subject.model in MODELS:
+    if width == 1.0 or trainer.spec.subject.model in MODELS:
         return True  # of built-in networks the tests say so
-    return narrows(workshop.chain(), workshop.chain(width), workshop.places(width))
+    return narrows(trainer.chain(), trainer.chain(width), trainer.places(width))
 
 
 def statistics_key(key: str, width: float) -> str:
@@ -125,12 +125,12 @@ def statistics_key(key: str, width: float) -> str:
     return key if width == 1.0 else f"widths.{width:g}.{key}"
 
 
-def classifier_keys(workshop: Workshop) -> list[str]:
+def classifier_keys(trainer: Trainer) -> list[str]:
     """The tensors of the last layer with one row per class."""
-    classes = workshop.materials.train.facts.num_classes
+    classes = trainer.spec.train.facts.num_classes
     layers = [
         name
-        for name, module in workshop.model().named_modules()
+        for name, module in trainer.model().named_modules()
         if isinstance(module, torch.nn.Linear) and module.out_features == classes
     ]
     return [f"{layers[-1]}.weight", f"{layers[-1]}.bias"] if layers else []
@@ -143,11 +143,11 @@ class StackedLayout(Layout):
     """
 
     def __init__(self, networks: StackedNetworks, on: torch.device) -> None:
-        self.networks, self._shop = networks, networks.workshop
+        self.networks, self._trainer = networks, networks.trainer
         self._sites, slots = networks.program.sites, networks.program.layout
         self._slots = {PARAMETERS: slots.parameters, STATISTICS: slots.statistics}
         self._like = torch.zeros(0, dtype=slots.dtype, device=on)
-        own = self._shop.chain().state_dict()
+        own = self._trainer.chain().state_dict()
         self._constants = {key: own[key] for key in slots.constants}
         self._block_of = dict(slots.constants)
         for kind in self._slots.values():
@@ -186,7 +186,7 @@ class StackedLayout(Layout):
             if kind == SCALES:
                 found |= self._known_scales(part)
             elif width:
-                places = self._shop.places(float(width))
+                places = self._trainer.places(float(width))
                 for key, tensor in _unpacked(self._slots[kind], part).items():
                     found[statistics_key(key, float(width))] = tensor[places[key]]
             elif kind in self._slots:
@@ -208,8 +208,8 @@ class StackedLayout(Layout):
 
     def _statistics_row(self, width: float, tensors: Mapping[str, Tensor]) -> Tensor:
         """A narrower network's statistics at their places in the full one; fresh where unknown."""
-        own = self._shop.model(width).state_dict() | dict(tensors)
-        return self._slots[STATISTICS].pack(own, self._like, self._shop.places(width))
+        own = self._trainer.model(width).state_dict() | dict(tensors)
+        return self._slots[STATISTICS].pack(own, self._like, self._trainer.places(width))
 
     # What a cohort needs of states
 
@@ -238,7 +238,7 @@ class StackedLayout(Layout):
         if contribution.stacked is not None:
             yield from contribution.stacked
             return
-        places, sent = self._shop.places(contribution.width), contribution.tensors
+        places, sent = self._trainer.places(contribution.width), contribution.tensors
         for kind, slots in self._slots.items():
             own = {key: sent[key] for key in slots.by_key if key in sent}
             votes = {key: votes_of_rows(t, contribution.rows.get(key)) for key, t in own.items()}
@@ -257,7 +257,7 @@ class StackedLayout(Layout):
         width = 1.0 if device.level is None else widths[device.level]
         rows = {}
         if device.classes is not None:
-            rows = dict.fromkeys(classifier_keys(self._shop), np.array(device.classes))
+            rows = dict.fromkeys(classifier_keys(self._trainer), np.array(device.classes))
         memory = {name: {PARAMETERS: row} for name, row in trained.memory.items()}
         parameters, statistics, scales = (row[0] for row in trained.rows)
         parts, constants = [_measured(SCALES, scales)], Tensors()
@@ -278,7 +278,7 @@ class StackedLayout(Layout):
 
         def tensors() -> Tensors:
             own = {part.name: part.values for part in parts} | {SCALES: scales}
-            places, learned = self._shop.places(width), self._slots[PARAMETERS].by_key
+            places, learned = self._trainer.places(width), self._slots[PARAMETERS].by_key
             return {
                 key: tensor[places[key] if key in learned else ...].cpu().clone()
                 for key, tensor in (self.by_key(own) | constants).items()
@@ -308,7 +308,7 @@ class StackedLayout(Layout):
         return votes
 
     def _bytes_of(self, kind: str, width: float, blocks: Blocks) -> int:
-        own, slots = self._shop.model(width).state_dict(), self._slots[kind].by_key
+        own, slots = self._trainer.model(width).state_dict(), self._slots[kind].by_key
         return sum(own[key].nbytes for key, slot in slots.items() if slot.block in blocks)
 
 

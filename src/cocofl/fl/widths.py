@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl.fl.batches import Ints
-from cocofl.fl.local import Task, Workshop, norms_of, parameter_keys
 from cocofl.fl.stacked import (
     NotStacked,
     StackedNetworks,
@@ -21,6 +20,7 @@ from cocofl.fl.stacked import (
     statistics_key,
 )
 from cocofl.fl.state import Contribution, ServerState, Tensors
+from cocofl.fl.trainer import Task, Trainer, norms_of, parameter_keys
 from cocofl.freeze import FrozenNet, Network, freeze
 from cocofl.freeze.layout import channels_first
 from cocofl.span import Span
@@ -43,38 +43,38 @@ class WidthWork:
     def __str__(self) -> str:
         return f"{self.width:g}"
 
-    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
+    def train(self, trainer: Trainer, task: Task, state: ServerState) -> Contribution:
         """One device's local training; it sends parameters, and no statistics."""
-        narrow = _at_places(state.tensors, workshop, self.width)
+        narrow = _at_places(state.tensors, trainer, self.width)
         if self.scaler and self.width < 1.0:
-            chain = workshop.scaled_chain(self.width)
+            chain = trainer.scaled_chain(self.width)
             net = freeze(chain, Span(0, len(chain)), variant="f", state=narrow)
         else:
-            net = workshop.whole_network(narrow, self.width)
+            net = trainer.whole_network(narrow, self.width)
         net.train()
-        present = self.present(workshop, task)
-        losses = self._losses(net, workshop, task, present)
-        loss = workshop.training.descend(net.parameters(), losses, task.lr)
-        learned = parameter_keys(workshop.model(self.width))
+        present = self.present(trainer, task)
+        losses = self._losses(net, trainer, task, present)
+        loss = trainer.training.descend(net.parameters(), losses, task.lr)
+        learned = parameter_keys(trainer.model(self.width))
         sent = {key: t for key, t in net.update().tensors.items() if key in learned}
-        rows = {} if present is None else dict.fromkeys(classifier_keys(workshop), present)
+        rows = {} if present is None else dict.fromkeys(classifier_keys(trainer), present)
         return Contribution(sent, len(task.indices), loss, self.width, rows)
 
-    def present(self, workshop: Workshop, task: Task) -> Ints | None:
+    def present(self, trainer: Trainer, task: Task) -> Ints | None:
         """The classes that a device has; None where all count."""
-        return np.unique(workshop.materials.train.labels[task.indices]) if self.masked else None
+        return np.unique(trainer.spec.train.labels[task.indices]) if self.masked else None
 
     def _losses(
-        self, net: FrozenNet, workshop: Workshop, task: Task, present: Ints | None
+        self, net: FrozenNet, trainer: Trainer, task: Task, present: Ints | None
     ) -> Iterator[Tensor]:
-        for inputs, labels in workshop.load(task):
+        for inputs, labels in trainer.load(task):
             scores = net(inputs)
             if present is not None:
                 # As in HeteroFL: the scores of absent classes become 0, and get no gradient.
                 mask = torch.zeros(scores.shape[-1])
                 mask[torch.from_numpy(present)] = 1.0
                 scores = scores * mask
-            yield workshop.loss(scores, labels)
+            yield trainer.loss(scores, labels)
 
     def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
         """A level of the cohort, at which all steps are taken."""
@@ -82,7 +82,7 @@ class WidthWork:
         if self.masked and not networks.gives_scores:
             raise NotStacked("masked losses need a network that returns scores of classes")
         level = networks.level(self.width, scaled=self.scaler)
-        present = self.present(networks.workshop, task)
+        present = self.present(networks.trainer, task)
         classes = None if present is None else tuple(present.tolist())
         device = DeviceWork(networks.everything, "f", task.lr, level=level, classes=classes)
         # Factors other than 0 and 1 are multiplied into every step.
@@ -96,17 +96,17 @@ class StatisticsWork:
     What HeteroFL's static BatchNorm asks of devices after training: means over mini-batches.
     """
 
-    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
+    def train(self, trainer: Trainer, task: Task, state: ServerState) -> Contribution:
         """One device's statistics."""
-        net = workshop.whole_network(state.tensors).eval()
+        net = trainer.whole_network(state.tensors).eval()
         for norm in norms_of(net):
             norm.reset_running_stats()
             norm.train()
             norm.momentum = None  # the plain mean over all mini-batches
         with torch.no_grad():
-            for inputs, _ in workshop.load(task):
+            for inputs, _ in trainer.load(task):
                 net(inputs)
-        learned = parameter_keys(workshop.model())
+        learned = parameter_keys(trainer.model())
         sent = {key: t for key, t in net.update().tensors.items() if key not in learned}
         return Contribution(sent, len(task.indices))
 
@@ -133,32 +133,32 @@ class OrderedWork:
     def __str__(self) -> str:
         return f"{self.widths[-1]:g}"
 
-    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
+    def train(self, trainer: Trainer, task: Task, state: ServerState) -> Contribution:
         """One device's local training; it sends parameters, and statistics of the widths drawn."""
         widest = self.widths[-1]
-        narrow = _at_places(state.tensors, workshop, widest)
+        narrow = _at_places(state.tensors, trainer, widest)
         parameters = {
             key: nn.Parameter(narrow[key].clone())
-            for key, _ in workshop.model(widest).named_parameters()
+            for key, _ in trainer.model(widest).named_parameters()
         }
         buffers: dict[float, Tensors] = {}
 
         def scores(width: float, inputs: Tensor) -> Tensor:
             if width not in buffers:
-                buffers[width] = _own_statistics(workshop.model(width), state.tensors, width)
-            places = workshop.places(width, widest)
+                buffers[width] = _own_statistics(trainer.model(width), state.tensors, width)
+            places = trainer.places(width, widest)
             sliced = {key: p[places[key]] for key, p in parameters.items()}
-            model = workshop.model(width).train()
+            model = trainer.model(width).train()
             if not all(
-                block.channels_last for block in Network.of(workshop.chain(width)).lowered.blocks
+                block.channels_last for block in Network.of(trainer.chain(width)).lowered.blocks
             ):
                 inputs = channels_first(inputs)
             result: Tensor = torch.func.functional_call(model, {**sliced, **buffers[width]}, inputs)
             return result
 
-        losses = self._losses(workshop, task, scores)
-        loss = workshop.training.descend(parameters.values(), losses, task.lr)
-        keys = parameter_keys(workshop.model(widest)).items()
+        losses = self._losses(trainer, task, scores)
+        loss = trainer.training.descend(parameters.values(), losses, task.lr)
+        keys = parameter_keys(trainer.model(widest)).items()
         sent = {key: parameters[first].detach() for key, first in keys}
         for width, own in buffers.items():
             # What is counted, like mini-batches or positions, is no statistic.
@@ -179,14 +179,14 @@ class OrderedWork:
         device = DeviceWork(
             networks.everything, "f", task.lr, level=level, distillation=self.distillation
         )
-        steps = range(len(networks.workshop.batches(task)))
+        steps = range(len(networks.trainer.batches(task)))
         drawn = [networks.level(width) for _, width in zip(steps, self.draws(task), strict=False)]
         return StackedWork(device, steps_at=drawn, sends_statistics=True)
 
-    def _losses(self, workshop: Workshop, task: Task, scores: Any) -> Iterator[Tensor]:
-        for (inputs, labels), width in zip(workshop.load(task), self.draws(task), strict=False):
+    def _losses(self, trainer: Trainer, task: Task, scores: Any) -> Iterator[Tensor]:
+        for (inputs, labels), width in zip(trainer.load(task), self.draws(task), strict=False):
             student = scores(width, inputs)
-            loss = workshop.loss(student, labels)
+            loss = trainer.loss(student, labels)
             if self.distillation and width < self.widths[-1]:
                 teacher = scores(self.widths[-1], inputs)
                 distance = F.kl_div(
@@ -196,13 +196,13 @@ class OrderedWork:
                     log_target=True,
                 )
                 alpha = self.distillation
-                loss = (1 - alpha) * loss + alpha * distance + workshop.loss(teacher, labels)
+                loss = (1 - alpha) * loss + alpha * distance + trainer.loss(teacher, labels)
             yield loss
 
 
-def _at_places(state: Mapping[str, Tensor], workshop: Workshop, width: float) -> Tensors:
+def _at_places(state: Mapping[str, Tensor], trainer: Trainer, width: float) -> Tensors:
     """The part of the server's state that the network at a width has."""
-    return {key: state[key][at] for key, at in workshop.places(width).items() if key in state}
+    return {key: state[key][at] for key, at in trainer.places(width).items() if key in state}
 
 
 def _own_statistics(model: nn.Module, state: Mapping[str, Tensor], width: float) -> Tensors:

@@ -37,8 +37,8 @@ from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
 from cocofl.fl.codec import ERROR
 from cocofl.fl.federation import Situation
-from cocofl.fl.local import Task
 from cocofl.fl.state import Memory, Tensors
+from cocofl.fl.trainer import Task
 from cocofl.flower.records import unpacked, update_reply, with_shared_facts
 from cocofl.flower.settings import alike_devices, node_budget
 from cocofl.flower.updates import Contract
@@ -79,9 +79,9 @@ class Device:
         experiment = _own_experiment(Experiment.parse(settings["experiment"]), node)
         dataset = with_shared_facts(load_data(experiment), settings["facts"])
         self._setup = Setup(experiment, dataset)
-        self._workshop = self._setup.workshop
-        self._workshop.plan = machine_plan()
-        self._contract = Contract(self._workshop.chain(), codec=self._workshop.codec)
+        self._trainer = self._setup.trainer
+        self._trainer.kernels = machine_plan()
+        self._contract = Contract(self._trainer.chain(), codec=self._trainer.codec)
         self._memory: Memory = {}
         """What the codec has lost so far; gone with the process, which costs accuracy only."""
         if "partition-id" in node:
@@ -100,11 +100,11 @@ class Device:
         plan = self._setup.strategy.plan(Situation(number, round_index, budget, rng))
         if plan is None:
             return b""
-        check_state(self._workshop.chain(), state, None)
+        check_state(self._trainer.chain(), state, None)
         seed, indices = experiment.seed, self._indices
         task = Task(seed, round_index, number, indices, plan.work, lr, self._memory)
         begin = time.perf_counter()
-        contribution = self._workshop.train(task, self._workshop.server_state(state))
+        contribution = self._trainer.train(task, self._trainer.server_state(state))
         spent_s = time.perf_counter() - begin
         logger.info("round %s: trained %.3f s, process %s", round_index + 1, spent_s, os.getpid())
         self._memory = {ERROR: contribution.memory.get(ERROR, {})}
@@ -113,7 +113,7 @@ class Device:
                 f"strategy {experiment.strategy.name!r} lets devices remember something from round "
                 "to round, which only a simulation can do"
             )
-        remember_plan(self._workshop.plan)
+        remember_plan(self._trainer.kernels)
         return self._contract.encode(contribution)
 
 

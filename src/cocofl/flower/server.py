@@ -49,7 +49,7 @@ def main(grid: Grid, context: Context) -> None:
     with open_folder(Path(deployment.folder), experiment, resume=deployment.resume) as folder:
         if not folder.is_complete:
             folder.write_about(server.setup.about())
-            log = _Log(server.job.workshop.tally.metrics[0].facts)
+            log = _Log(server.job.trainer.tally.metrics[0].facts)
             run([(server.job, folder)], server, KernelPlan(), [log])
 
 
@@ -81,7 +81,7 @@ class Server(Executor):
         self.setup = Setup(alike_devices(experiment, 1).changed({"data.split": "iid"}))
         self._contract = Contract(
             self.setup.chain,
-            self.setup.workshop.codec,
+            self.setup.trainer.codec,
             max_samples=deployment.max_samples,
             max_change=deployment.max_change,
         )

@@ -96,11 +96,11 @@ class OnFlower(Executor):
         super().__init__()
         self._grid, self._experiment, self._over = grid, experiment.to_toml(), over
 
-    def resolve_plan(self, state: ServerState) -> KernelPlan:
+    def choose_kernels(self, state: ServerState) -> KernelPlan:
         """One node measures; then all obey."""
         (reply,) = self._replies(MessageType.QUERY, [(records.state_record(state.tensors), {})])
-        self.prepare(self._workshop, KernelPlan(records.unpacked(reply)[1], fixed=True))
-        return self._workshop.plan
+        self.prepare(self._trainer, KernelPlan(records.unpacked(reply)[1], fixed=True))
+        return self._trainer.kernels
 
     def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
         """Each device on a node of its own."""
@@ -124,7 +124,7 @@ class OnFlower(Executor):
         while len(nodes := sorted(self._grid.get_node_ids())) < len(requests):
             if self._over.wait(0.05):
                 raise NodeFailed("Flower's simulation has ended")
-        common = {"experiment": self._experiment, "plan": self._workshop.plan.choices}
+        common = {"experiment": self._experiment, "plan": self._trainer.kernels.choices}
         messages = [
             Message(records.packed(state, common | about), node, kind)
             for node, (state, about) in zip(nodes, requests, strict=False)
@@ -153,22 +153,22 @@ def train(message: Message, _context: Context) -> Message:
     task = task_of(job, state, about["device"], about["round"])
     if about["purpose"] == "statistics":
         task = replace(task, work=StatisticsWork())
-    return Message(records.packed_contribution(job.workshop.train(task, state)), reply_to=message)
+    return Message(records.packed_contribution(job.trainer.train(task, state)), reply_to=message)
 
 
 @node.query()
-def resolve_plan(message: Message, _context: Context) -> Message:
+def choose_kernels(message: Message, _context: Context) -> Message:
     """Choose kernels under the conditions that devices train in."""
     job, state, _ = _opened(message)
-    job.workshop.resolve_plan(state)
-    content = records.packed(records.state_record({}), job.workshop.plan.choices)
+    job.trainer.choose_kernels(state)
+    content = records.packed(records.state_record({}), job.trainer.kernels.choices)
     return Message(content, reply_to=message)
 
 
 def _opened(message: Message) -> tuple[Job, ServerState, dict[str, Any]]:
     tensors, about = records.unpacked(message)
     job = _job(about["experiment"], json.dumps(about["plan"]))
-    return job, job.workshop.server_state(tensors), about
+    return job, job.trainer.server_state(tensors), about
 
 
 @lru_cache(maxsize=1)
@@ -177,5 +177,5 @@ def _job(experiment: str, plan: str) -> Job:
     torch.set_num_threads(1)
     keep_freed_memory()
     job = Setup(Experiment.parse(tomllib.loads(experiment))).job()
-    job.workshop.plan = KernelPlan(json.loads(plan))
+    job.trainer.kernels = KernelPlan(json.loads(plan))
     return job

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from cocofl.budget import Budget
 from cocofl.fl.federation import Situation
-from cocofl.fl.local import Work
 from cocofl.fl.merge import Merge
+from cocofl.fl.trainer import Work
 from cocofl.profiling.table import Configuration, ProfileTable
 
 

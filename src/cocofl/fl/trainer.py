@@ -1,7 +1,7 @@
-"""Where devices are trained: a workshop has the model at every width, and the data.
+"""Where devices are trained: a trainer has the model at every width, and the data.
 
 A strategy says what a device does in a round as a :class:`Work`; a :class:`Task` adds whose data,
-which round and which learning rate; a :class:`Workshop` carries it out. The result is a function
+which round and which learning rate; a :class:`Trainer` carries it out. The result is a function
 of task and state alone, so it does not matter which process trains which device, or in what order.
 """
 
@@ -39,7 +39,7 @@ class Work(Protocol):
     too: it returns a :class:`cocofl.fl.stacked.StackedWork`.
     """
 
-    def train(self, workshop: Workshop, task: Task, state: ServerState) -> Contribution:
+    def train(self, trainer: Trainer, task: Task, state: ServerState) -> Contribution:
         """Train on the task's mini-batches, beginning with the server's state."""
 
 
@@ -63,8 +63,8 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False)
-class Materials:
-    """What a workshop is made of; they travel to worker processes as names and paths."""
+class TrainerSpec:
+    """What a trainer is made of; it travels to worker processes as names and paths."""
 
     subject: Subject
     training: Training
@@ -75,15 +75,15 @@ class Materials:
     codec: str = "identity"
 
 
-class Workshop:
-    """Models by width, built and split once; the data; the kernel plan that all workshops obey."""
+class Trainer:
+    """Models by width, built and split once; the data; the kernel plan that all trainers obey."""
 
-    def __init__(self, materials: Materials, plan: KernelPlan | None = None) -> None:
-        self.materials, self.training = materials, materials.training
-        self.plan = KernelPlan() if plan is None else plan
+    def __init__(self, spec: TrainerSpec, kernels: KernelPlan | None = None) -> None:
+        self.spec, self.training = spec, spec.training
+        self.kernels = KernelPlan() if kernels is None else kernels
         self.loss = self.training.loss_function()
-        self.codec = codec(materials.codec)
-        self.tally = Tally(materials.metrics, materials.test.facts.num_classes)
+        self.codec = codec(spec.codec)
+        self.tally = Tally(spec.metrics, spec.test.facts.num_classes)
         self._build = cache(self._build_at)
         self.chain = cache(self._chain_at)
         self.scaled_chain = cache(self._scaled_chain_at)
@@ -94,7 +94,7 @@ class Workshop:
         return self._build(width)[0]
 
     def _build_at(self, width: float) -> tuple[nn.Module, Inputs]:
-        return self.materials.subject.build(None if width == 1.0 else width)
+        return self.spec.subject.build(None if width == 1.0 else width)
 
     def _chain_at(self, width: float = 1.0) -> BlockChain:
         """The network at a width as a chain."""
@@ -103,7 +103,7 @@ class Workshop:
 
     def _scaled_chain_at(self, width: float) -> BlockChain:
         """The network at a width, its narrowed layers divided by the width while they train."""
-        model, inputs = self.materials.subject.build(width)
+        model, inputs = self.spec.subject.build(width)
         for name in scaled_layers(model, self.model()):
             model.get_submodule(name).register_forward_hook(partial(_divide, width=width))
         return split(model, inputs)
@@ -149,7 +149,7 @@ class Workshop:
 
     def load(self, task: Task) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels, one mini-batch at a time."""
-        return (tensors(self.materials.train, indices) for indices in self.batches(task))
+        return (tensors(self.spec.train, indices) for indices in self.batches(task))
 
     def whole_network(self, state: Mapping[str, Tensor], width: float = 1.0) -> FrozenNet:
         """The network at a width with nothing frozen; the state may have more than it needs."""
@@ -157,12 +157,12 @@ class Workshop:
         own = {key: state[key] for key in chain.state_dict() if key in state}
         return freeze(chain, Span(0, len(chain)), variant="f", state=own, state_is_checked=True)
 
-    def resolve_plan(self, state: ServerState) -> None:
+    def choose_kernels(self, state: ServerState) -> None:
         """Choose the kernel of every int8 operation: each block once frozen, once passing."""
         chain = self.chain()
         n, tensors = len(chain), state.tensors
         for span in (Span(n - 1, n), Span(0, 1)) if n > 1 else ():
-            freeze(chain, span, backend=self.materials.backend, state=tensors, plan=self.plan)
+            freeze(chain, span, backend=self.spec.backend, state=tensors, plan=self.kernels)
 
     def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[list[Sums]]:
         """Of each chunk of the test data the sums of the metrics."""
@@ -174,7 +174,7 @@ class Workshop:
         with torch.inference_mode():
             found = []
             for indices in chunks:
-                inputs, labels = tensors(self.materials.test, indices)
+                inputs, labels = tensors(self.spec.test, indices)
                 found.append([part.numpy() for part in self.tally.sums(net(inputs), labels)])
         return found
 
