@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from cocofl import Span, freeze, split
 from cocofl.models import MODELS
+from cocofl.vector import Precision
 
 # Transformers draw their dropout differently there, and an untrained norm of each channel by itself
 # turns one differing code into another gradient.
@@ -31,8 +32,9 @@ def step(name: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 @needs_gpu
 @pytest.mark.parametrize("name", COMPARABLE)
 def test_the_reference_on_a_gpu_agrees_with_the_cpu(name: str) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    (output, gradient), (expected, expected_gradient) = step(name, "cuda"), step(name, "cpu")
+    with Precision("fp32").active():
+        output, gradient = step(name, "cuda")
+    expected, expected_gradient = step(name, "cpu")
     # A sum that falls next to a rounding may take either code, so a few codes differ by one.
     assert (output - expected).norm() < 0.01 * expected.norm()
     assert F.cosine_similarity(gradient, expected_gradient, dim=0) > 0.999

@@ -93,20 +93,22 @@ def test_on_a_gpu(case: str, precision: str, dtype: torch.dtype, tolerance: floa
 
 
 @gpu
-def test_gradients_repeat_to_the_bit() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_gradients_repeat_to_the_bit(precision: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 32, 16, 32, 32, device="cuda")
     own = torch.randn(2, 8, 16, 3, 3, device="cuda").requires_grad_()
     found = []
     for _ in range(2):
-        y = stacked_layer(
-            x,
-            Weights(own, own.detach(), own.detach()),
-            SAME,
-            everyone("cuda"),
-            KernelSet.on(x.device),
-        )
-        found.append(torch.autograd.grad(y.square().sum(), own)[0])
+        with Precision(precision).active():
+            y = stacked_layer(
+                x,
+                Weights(own, own.detach(), own.detach()),
+                SAME,
+                everyone("cuda"),
+                KernelSet.on(x.device),
+            )
+            found.append(torch.autograd.grad(y.square().sum(), own)[0])
     assert torch.equal(*found)
 
 

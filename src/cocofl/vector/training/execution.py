@@ -40,14 +40,16 @@ class Precision:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Set PyTorch's own switches, and set them back."""
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
-        torch.backends.cudnn.allow_tf32 = self.name != "fp32"
+        cudnn, exact = torch.backends.cudnn, self.name == "fp32"
+        before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
+        torch.set_float32_matmul_precision("highest" if exact else "high")
+        # In full precision cuDNN has weight gradients that differ from time to time.
+        cudnn.allow_tf32, cudnn.deterministic = not exact, exact
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(before[0])
-            torch.backends.cudnn.allow_tf32 = before[1]
+            _, cudnn.allow_tf32, cudnn.deterministic = before
 
 
 class Graphs:
