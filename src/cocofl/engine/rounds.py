@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cocofl.engine.executor import Answer, Executor, RoundPlan
+from cocofl.engine.inspection import Inspection
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.federation import Faults, Federation
@@ -106,10 +107,10 @@ def play_round(runs: Sequence[RunInProgress], executor: Executor) -> None:
     plans = [_plan(run, of_run) for run, of_run in zip(runs, asked, strict=True)]
     collected = executor.collect_runs([(p, run.state) for p, run in zip(plans, runs, strict=True)])
     for run, of_run, plan, answers in zip(runs, asked, plans, collected, strict=True):
-        job, ledger = run.job, _Ledger(run.job, of_run)
+        job, ledger = run.job, _Ledger(run.job, of_run, run.state)
         accumulator = job.strategy.merge.begin(run.state, plan.round_index)
         for answer in answers:
-            contribution = ledger.judge(answer, run.state)
+            contribution = ledger.judge(answer)
             if contribution is not None:
                 accumulator.add(contribution)
         merged = accumulator.finish()
@@ -174,9 +175,11 @@ def task_of(
 class _Ledger:
     """What became of each device that was asked, and what its answer was worth."""
 
-    def __init__(self, job: Job, asked: Sequence[AskedDevice]) -> None:
-        self._job, self._asked = job, asked
+    def __init__(self, job: Job, asked: Sequence[AskedDevice], state: ServerState) -> None:
+        self._job, self._asked, self._state = job, asked, state
         federation = job.federation
+        # Our own devices are known to be honest, and looking costs time.
+        self._inspection = Inspection(state) if federation is None else None
         self._devices = {
             one.device: DeviceRecord(
                 one.device,
@@ -191,7 +194,7 @@ class _Ledger:
         self._bytes_up = 0
         self._bytes_broadcast: int | None = None
 
-    def judge(self, answer: Answer, state: ServerState) -> Contribution | None:
+    def judge(self, answer: Answer) -> Contribution | None:
         """What an answer contributes; None where it is missing or refused."""
         known = self._devices.get(answer.device, DeviceRecord(answer.device, "", None, "merged"))
         if answer.broadcast_bytes is not None:
@@ -199,7 +202,7 @@ class _Ledger:
         verdict, fate, reason = None, answer.fate, answer.reason
         if answer.sent is not None:
             try:
-                verdict = self._job.judge(answer, state)
+                verdict = self._job.judge(answer, self._state)
             except RejectedUpdate as error:
                 fate = "rejected"
                 reason = f"{error.reason}: {error}" if str(error) else ""
@@ -207,6 +210,8 @@ class _Ledger:
             self._losses.append(verdict.contribution.loss)
             self._bytes_up += verdict.contribution.nbytes
             known = known._replace(work=verdict.work or known.work)
+            if self._inspection is not None:
+                self._inspection.add(verdict.contribution)
         elif answer.sent is not None:
             sent = answer.sent
             self._bytes_up += len(sent) if isinstance(sent, bytes) else sent.nbytes
@@ -236,7 +241,8 @@ class _Ledger:
             scores=tested.pop(self._job.evaluation.statistics, {}),
             other_scores=tested,
             bytes_broadcast=self._bytes_broadcast,
-            reasons=None if self._job.federation is not None else self._reasons,
+            reasons=None if self._inspection is None else self._reasons,
+            figures=None if self._inspection is None else self._inspection.figures(),
         )
 
 
