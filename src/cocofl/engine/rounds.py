@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cocofl.engine.executor import Answer, Executor, RoundPlan
+from cocofl.engine.executor import QUARANTINED, Answer, Executor, RoundPlan
 from cocofl.engine.inspection import Inspection
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
@@ -28,6 +28,7 @@ from cocofl.fl.trainer import Task, Trainer, norms_of
 from cocofl.fl.training import Training
 from cocofl.fl.widths import StatisticsWork
 from cocofl.freeze import KernelPlan, check_state
+from cocofl.one_line import one_line
 from cocofl.rng import stream
 from cocofl.runlog import PLAN, DeviceRecord, Record, RoundRecord, RunFolder
 
@@ -194,11 +195,15 @@ class _Ledger:
         }
         self._losses: list[float] = []
         self._reasons: list[tuple[int, str]] = []
+        self._quarantined: list[int] = []
         self._bytes_up = 0
         self._bytes_broadcast: int | None = None
 
     def judge(self, answer: Answer) -> Contribution | None:
         """What an answer contributes; None where it is missing or refused."""
+        if answer.fate == QUARANTINED:
+            self._quarantined.append(answer.device)
+            return None
         known = self._devices.get(answer.device, DeviceRecord(answer.device, "", None, "merged"))
         if answer.broadcast_bytes is not None:
             self._bytes_broadcast = (self._bytes_broadcast or 0) + answer.broadcast_bytes
@@ -219,7 +224,7 @@ class _Ledger:
             sent = answer.sent
             self._bytes_up += len(sent) if isinstance(sent, bytes) else sent.nbytes
         if reason:
-            self._reasons.append((answer.device, reason))
+            self._reasons.append((answer.device, one_line(reason)))
         self._devices[answer.device] = known._replace(fate=fate)
         return None if verdict is None else verdict.contribution
 
@@ -246,6 +251,7 @@ class _Ledger:
             bytes_broadcast=self._bytes_broadcast,
             reasons=None if self._inspection is None else self._reasons,
             figures=None if self._inspection is None else self._inspection.figures(),
+            quarantined=self._quarantined or None,
         )
 
 
