@@ -163,17 +163,21 @@ PLAIN, DEPLOYED = Merging(), Merging().deployed
 
 def attacks(only: str, folder: str, pool: Executor) -> int:
     """The table; how many attacks cost too much."""
+    lines = [
+        (of, fraction, attack)
+        for of, fraction, attack in product(DATA, FRACTIONS, ATTACKS)
+        if only in f"{of} {fraction} {attack}"
+    ]
+    honest = {
+        (of, fraction): pool.submit(accuracy, of, 0, FRACTIONS[fraction][1], "", DEPLOYED, folder)
+        for of, fraction in dict.fromkeys(line[:2] for line in lines)
+    }
     asked = {
         (of, fraction, attack): [
             pool.submit(accuracy, of, *FRACTIONS[fraction], attack, merging, folder)
             for merging in (PLAIN, DEPLOYED)
         ]
-        for of, fraction, attack in product(DATA, FRACTIONS, ATTACKS)
-        if only in f"{of} {fraction} {attack}"
-    }
-    honest = {
-        (of, fraction): pool.submit(accuracy, of, 0, FRACTIONS[fraction][1], "", DEPLOYED, folder)
-        for of, fraction in dict.fromkeys(key[:2] for key in asked)
+        for of, fraction, attack in lines
     }
     failed = 0
     print(f"{'data':14} {'attackers':9} {'attack':20} {'plain':>6} {'default':>7} {'without':>7}")
