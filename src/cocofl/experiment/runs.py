@@ -31,7 +31,7 @@ from cocofl.experiment.setup import Setup, load_data, rounds_of
 from cocofl.fl.metrics import MetricFacts, recorded_metric
 from cocofl.fl.strategies import NEEDS_NOTHING, facts_of
 from cocofl.freeze import KernelPlan, State
-from cocofl.named import names_in, refuse_untrusted
+from cocofl.named import refuse_untrusted
 from cocofl.runlog import PLAN, RoundRecord, RunFolder, Scores, metric_names, only_writer
 
 DEVICES_AT_ONCE = 40
@@ -188,6 +188,7 @@ def _play(
     """Run experiments at once; several are one computation of a cohort."""
     # Whatever is wrong with an experiment is found before a folder is made for it.
     first = next(iter(experiments.values()))
+    refuse_untrusted(*(name for one in experiments.values() for name in one.names()))
     data = load_data(first)
     setups = [Setup(one, data) for one in experiments.values()]
     jobs = [setup.job() for setup in setups]
@@ -257,7 +258,7 @@ def evaluate_run(
     places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
     neutral = {**places, "engine.kind": "auto", **(changes or {})}
     experiment = found.experiment.with_strategy(NEEDS_NOTHING).changed(neutral)
-    refuse_untrusted(*names_in(experiment.by_key()))  # also for the worker processes
+    refuse_untrusted(*experiment.names())  # also for the worker processes
     job = Setup(experiment).job()
     with executor_for(experiment, executor) as own:
         own.prepare(job.trainer, KernelPlan())

@@ -14,7 +14,7 @@ from cocofl.experiment import Run, Spread
 from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report.runs import Line, Scene
 from cocofl.runlog import FATES, metric_names, scores_by_name
-from cocofl.span import Blocks
+from cocofl.span import MOST_BLOCKS, Blocks
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -219,7 +219,9 @@ def trained(line: Line, groups: Sequence[str]) -> Trained:
 
 def _blocks(work: str) -> Blocks | None:
     try:
-        return Blocks.parse(work)
+        blocks = Blocks.parse(work)
+        blocks.check_fits(MOST_BLOCKS)
+        return blocks
     except InvalidSpan:
         return None
 
