@@ -11,6 +11,7 @@ with the reader. Exit code 1 if any is not.
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import hashlib
 import io
@@ -137,7 +138,7 @@ DEEP = "[" * 3000 + "]" * 3000
 
 
 def odd(rng: Rng) -> Any:
-    return ODD[int(rng.integers(len(ODD)))]
+    return copy.deepcopy(ODD[int(rng.integers(len(ODD)))])
 
 
 def _places(content: Any) -> list[tuple[Any, Any]]:
@@ -167,9 +168,9 @@ def change(rng: Rng, content: Any) -> Any:
         elif how == 2:
             del holder[key]
         elif how == 3:
-            holder[key] = json.loads(json.dumps(other[other_key]))
+            holder[key] = copy.deepcopy(other[other_key])
         elif how == 4:
-            holder[key] = [holder[key]] * int(rng.integers(1, 40))
+            holder[key] = copy.deepcopy([holder[key]]) * int(rng.integers(1, 40))
         elif how == 5 and isinstance(holder, dict):
             holder[str(odd(rng))[:40]] = holder.pop(key)
         elif isinstance(holder[key], int | float) and abs(holder[key]) < 1e15:
@@ -211,7 +212,7 @@ def change_header(rng: Rng, content: bytes) -> bytes:
 TOML_ODD = [
     "[" * 500, "{a=" * 500, DEEP, "0x" + "f" * 4000, "9" * 6000, "1e999", "-1", "nan",
     "'os:system'", '"""', "1979-05-27", "[1, 'a', {b = 2}]", "true", "''", "{}", "[]", "3000",
-    "1" + "0" * 18, "." .join("a" * 3000) + " = 1", "'" + "x" * 5000 + "'",
+    "1" + "0" * 18, '"a\\u0000b"', "." .join("a" * 3000) + " = 1", "'" + "x" * 5000 + "'",
 ]  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def change_toml(rng: Rng, text: bytes) -> bytes:
     if how <= 2 and equals:
         lines[at] = f"{key}= {odd_one}"
     elif how == 3:
-        base = ["/dev/zero", "file", "..", "/proc/self/mem", "nowhere.toml", ""]
+        base = ["/dev/zero", "a\\u0000b", "x" * 300, "file", "..", "/proc/self/mem", ""]
         lines.insert(0, f'base = "{base[int(rng.integers(len(base)))]}"')
     elif how == 4:
         depth = int(rng.integers(2, 3000))
@@ -554,7 +555,11 @@ def judge(
     else:
         tally.outcomes[f"{kind}: read"] += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if problem := wrong(found):
+        try:
+            problem = wrong(found)
+        except Exception as error:  # what nobody can judge should not have been read
+            problem = f"cannot be judged: {error!r}"
+        if problem:
             tally.note(kind, number, "accepted", problem)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -652,9 +657,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, n in counts.items()
         if not arguments.kinds or name in arguments.kinds
     ]
-    # The longest first; each in a fresh process, since a limit on memory cannot be taken back.
+    torch.set_num_threads(1)
+    # The longest first; each in a process of its own: a limit on memory cannot be taken back.
     jobs.sort(key=lambda job: (job[0] != UPDATES, -job[1]))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     total = Tally()
     with context.Pool(arguments.processes, maxtasksperchild=1) as pool:
         for tally in pool.imap_unordered(play, jobs, chunksize=1):

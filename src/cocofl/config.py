@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -357,7 +358,10 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         return content
     if not isinstance(base, str):
         raise InvalidExperiment(f"{path}: base is {base!r}; expected the name of another file")
-    below = (folder / base).resolve()
+    try:
+        below = (folder / base).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is none, links in a circle
+        raise InvalidExperiment(f"{path}: its base {base[:60]!r} cannot be: {error}") from error
     if len(above) == MOST_BASES:
         raise InvalidExperiment(f"{path}: more than {MOST_BASES} files rest on each other")
     if below in above or below == path.resolve():
@@ -377,7 +381,8 @@ def _make_absolute(content: dict[str, Any], folder: Path) -> None:
         named += [(group, "trace") for group in groups]
     for table, key in named:
         value = table.get(key) if isinstance(table, dict) else None
-        if isinstance(value, str) and value and (folder / value).exists():
+        # Not the path's own method, which raises where a name is too long.
+        if isinstance(value, str) and value and os.path.exists(folder / value):
             table[key] = str(folder / value)  # type: ignore[index]
 
 

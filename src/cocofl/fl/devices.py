@@ -10,6 +10,7 @@ is unlimited.
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -197,7 +198,7 @@ def groups_from(tables: Sequence[Mapping[str, Any]]) -> list[Group]:
         trace: Trace | None = None
         if "trace" in table:
             named = str(table["trace"])
-            is_own = ":" in named and not Path(named).exists()
+            is_own = ":" in named and not os.path.exists(named)
             trace = import_function(named, InvalidDevices) if is_own else read_trace(Path(named))
         groups.append(Group(name, float(share), trace=trace, **limits))
     return groups
