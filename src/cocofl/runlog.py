@@ -96,7 +96,7 @@ class RoundRecord:
 
     def count(self, fate: str) -> int:
         """How many devices that became of."""
-        return sum(one.fate == fate for one in self.devices)
+        return [one.fate for one in self.devices].count(fate)
 
     def to_json(self) -> Record:
         """As ``metrics.jsonl`` has it."""
@@ -133,9 +133,10 @@ class RoundRecord:
             other_scores=others,
             reasons=None if reasons is None else [(node, why) for node, why in reasons],
         )
+        fates = [one.fate for one in found.devices]
         for fate in FATES:
-            if line[fate] != (count := found.count(fate)):
-                raise RunFolderProblem(f"{where}: {fate!r} is {line[fate]}, of {count} devices")
+            if line[fate] != fates.count(fate):
+                raise RunFolderProblem(f"{where}: {fate!r} is {line[fate]}, unlike its devices")
         return found
 
 

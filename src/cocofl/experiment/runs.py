@@ -5,6 +5,7 @@ On a GPU those that share a network are one computation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -97,7 +98,12 @@ class Run:
         """One record per round, as in ``metrics.jsonl``."""
         return self.folder.rounds()
 
-    @property
+    @cached_property
+    def fates(self) -> Counter[str]:
+        """How many updates were merged, late, lost, rejected, infeasible."""
+        return Counter(one.fate for record in self.rounds for one in record.devices)
+
+    @cached_property
     def evaluated(self) -> list[RoundRecord]:
         """The records of rounds after which the model was tested."""
         return [record for record in self.rounds if record.scores]

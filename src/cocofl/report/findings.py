@@ -60,10 +60,7 @@ def summary(line: Line) -> Row:
         worst_device=_spreads([scores_by_name(one, f"device_{name}") for one in finals]).get("min"),
         simulated_s=sum(one.simulated_s for run in line.runs for one in run.rounds) / n_runs,
         bytes_up=sum(one.bytes_up for run in line.runs for one in run.rounds) / n_runs,
-        updates={
-            fate: sum(one.count(fate) for run in line.runs for one in run.rounds) / n_runs
-            for fate in FATES
-        },
+        updates={fate: sum(run.fates[fate] for run in line.runs) / n_runs for fate in FATES},
         complete=sum(run.folder.is_complete for run in line.runs),
     )
 
