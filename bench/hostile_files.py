@@ -42,7 +42,7 @@ from cocofl.fl.devices import groups_from, read_trace
 from cocofl.flower.settings import node_budget
 from cocofl.flower.updates import Contract
 from cocofl.freeze import KernelPlan
-from cocofl.profiling.table import Cost, Hardware, ProfileTable
+from cocofl.profiling.table import Configuration, Cost, Hardware, ProfileTable
 from cocofl.reproduction import results
 from cocofl.runlog import (
     ABOUT,
@@ -264,8 +264,10 @@ def change_csv(rng: Rng, text: bytes) -> bytes:
 
 
 def sound_tables() -> list[bytes]:
-    costs = {s: Cost(0.01 * len(s), None, 1000 * len(s), 10 * len(s)) for s in all_spans(5)}
-    widths = {w: Cost(w, 10**6, 10**6, 4) for w in (0.25, 0.5, 1.0)}
+    costs: dict[Configuration, Cost] = {
+        s: Cost(0.01 * len(s), None, 1000 * len(s), 10 * len(s)) for s in all_spans(5)
+    }
+    widths: dict[Configuration, Cost] = {w: Cost(w, 10**6, 10**6, 4) for w in (0.25, 0.5, 1.0)}
     facts = {"model": "toy", "backend": "auto", "batch": 32, "source": "measured"}
     facts |= {"hardware": Hardware("a CPU", 2, "2.13.0", "1a2b3c4d"), "error": {"time_max": 0.1}}
     found = []
