@@ -347,33 +347,43 @@ def test_the_legacy_kernels_leave_the_chosen_engine_alone():
     assert torch.backends.quantized.engine == before
 
 
-def raising(when: str) -> Kernel:
+def broken_kernel(how: str, when: str) -> Kernel:
     def prepare(linear_map: LinearMap) -> Prepared:
-        if when == "always" or (len(linear_map.input_shape) == 4 and linear_map.input_shape[1] > 8):
+        sound = REFERENCE.prepare(linear_map)
+        many_channels = len(linear_map.input_shape) == 4 and linear_map.input_shape[1] > 8
+        if when == "on some maps" and not many_channels:
+            return sound
+        if how == "raises":
             raise RuntimeError("unknown architecture")
-        return REFERENCE.prepare(linear_map)
+        return lambda x, out, addend: sound(
+            x._replace(grid=Grid(1.01 * x.grid.scale, x.grid.zero_point)), out, addend
+        )
 
-    return Kernel(f"raises-{when}", prepare, lambda: None, integer=True)
+    return Kernel(f"{how} {when}", prepare, lambda: None, integer=True)
 
 
 @pytest.mark.parametrize("when", ["always", "on some maps"])
-def test_a_kernel_that_raises_is_left_out_and_said_so(
-    when: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("raises", "unknown architecture"), ("errs", r"off by 0\.01 of the reference's result")],
+)
+def test_a_kernel_that_fails_is_left_out_and_said_so(
+    how: str, why: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = raising(when)
+    broken = broken_kernel(how, when)
     monkeypatch.setitem(KERNELS, broken.name, broken)
     chain = split(
         nn.Sequential(nn.Conv2d(3, 10, 3), nn.Conv2d(10, 4, 3), nn.Flatten(), nn.Linear(64, 2)),
         torch.randn(2, 3, 8, 8),
         fine=True,
     )
-    with pytest.warns(RuntimeWarning, match="unknown architecture") as said:
+    with pytest.warns(RuntimeWarning, match=why) as said:
         net = freeze(chain, Span(0, 1), backend="auto", plan=KernelPlan())
     assert len([line for line in said if broken.name in str(line.message)]) == 1
     assert net(torch.randn(2, 3, 8, 8)).shape == (2, 2)
     if when == "always":
         assert broken.name not in {row.kernel for row in net.describe()}
-        with pytest.raises(KernelMissing, match="unknown architecture"):
+        with pytest.raises(KernelMissing, match=why):
             kernel(broken.name)
 
 
