@@ -316,6 +316,12 @@ def test_a_missing_kernel_says_why_and_what_to_do(monkeypatch):
     assert "onednn" not in [k.name for k in available(CPU)]
 
 
+def test_onednn_is_left_alone_where_it_ends_the_process(monkeypatch):
+    for bits, is_there in ((256, True), (512, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", {"sve_max_length": bits}.copy)
+        assert (KERNELS["onednn"].missing() is None) is is_there
+
+
 def test_a_missing_engine_says_so(monkeypatch):
     monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", [])
     with pytest.raises(KernelMissing, match=r"has no (fbgemm|qnnpack)"):
