@@ -21,6 +21,7 @@ from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
+from cocofl.fl.rules import Rules
 from cocofl.fl.state import Contribution, ServerState, is_scale
 from cocofl.fl.strategies import Plan, Strategy
 from cocofl.fl.trainer import Task, Trainer, norms_of
@@ -74,6 +75,8 @@ class Job:
     deadline_s: float
     checkpoint_every: int = 10
     judge: Judge = only_finite
+    rules: Rules | None = None
+    """By which devices agree; the strategy's merge has them already."""
 
 
 class Watcher(Protocol):
@@ -279,7 +282,7 @@ def _with_statistics(
         return state
     measuring = replace(plan, tasks=tasks, purpose="statistics")
     sent = (answer.sent for answer in executor.collect(measuring, state))
-    return Mean("senders")(state, (one for one in sent if isinstance(one, Contribution)))
+    return Mean("senders", job.rules)(state, (one for one in sent if isinstance(one, Contribution)))
 
 
 def evaluate(

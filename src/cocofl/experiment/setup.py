@@ -102,10 +102,14 @@ class Setup:
         training, central = experiment.training, self.facts.all_data_in_one_place
         slower = CENTRAL_SPEEDUP if central else 1
         federation = self._central() if central else self.federation
-        table = self.tables.spans()
+        table, rules = self.tables.spans(), experiment.merge.made()
+        strategy = self.strategy
+        if rules is not None:
+            strategy = replace(strategy, merge=strategy.merge.with_rules(rules))
         step_s = (table.full_step_s or 1.0) * training.batch / (table.batch or training.batch)
         return Job(
-            strategy=self.strategy,
+            strategy=strategy,
+            rules=rules,
             federation=federation,
             trainer=self.trainer,
             initial=self.trainer.server_state(self._initial_state()),
