@@ -403,9 +403,9 @@ def soak_over_sockets(rounds: int, seed: int, round_s: float, secure: bool) -> b
     first, last = _quarters(memory)
     print(
         f"soak over {'TLS' if secure else 'sockets'}: {len(played)} rounds in {spent_s:.0f} s, "
-        f"{killed} kills of nodes or of what trains there; fates {dict(fates)}; rounds without an update {empty}; longest "
-        f"round {longest_s:.1f} s of {allowed_s:g} s allowed; the ServerApp's memory in the first "
-        f"quarter {first:.0f} MB, in the last {last:.0f} MB"
+        f"{killed} kills of nodes or of what trains there; fates {dict(fates)}; rounds without an "
+        f"update {empty}; longest round {longest_s:.1f} s of {allowed_s:g} s allowed; the "
+        f"ServerApp's memory in the first quarter {first:.0f} MB, in the last {last:.0f} MB"
     )
     is_whole = len(played) == rounds and empty == 0 and longest_s <= allowed_s
     return is_whole and last <= 1.1 * first + 10
