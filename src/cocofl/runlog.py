@@ -71,6 +71,21 @@ class DeviceRecord(NamedTuple):
     fate: str
 
 
+class DeviceFigures(NamedTuple):
+    """How an update that was merged looks beside the others of its round."""
+
+    device: int
+    samples: int
+    loss: float
+    norm: float
+    """Of the change that it sent."""
+    against_median: float
+    """Its norm over the median norm, in that block where this is largest."""
+    scale_change: float
+    """The largest factor by which it moves a known scale, up or down; 1 where it moves none."""
+    outlier: bool
+
+
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
     """What is to be known of a round; every figure has its one definition here."""
@@ -93,6 +108,10 @@ class RoundRecord:
     """The size of all that devices were sent, where they are on a network."""
     reasons: Sequence[tuple[int, str]] | None = None
     """Why updates were refused or did not come, where devices are on a network."""
+    figures: Sequence[DeviceFigures] | None = None
+    """Of every update that was merged, where devices are on a network."""
+    quarantined: Sequence[int] | None = None
+    """Nodes that were there and were not asked for what they sent before."""
 
     def count(self, fate: str) -> int:
         """How many devices that became of."""
@@ -103,7 +122,8 @@ class RoundRecord:
         own = {key: getattr(self, key) for key in _OWN_KEYS if key not in FATES}
         own |= {fate: self.count(fate) for fate in FATES}
         own["devices"] = [list(one) for one in self.devices]
-        own["reasons"] = None if self.reasons is None else [list(pair) for pair in self.reasons]
+        for key in ("reasons", "figures"):
+            own[key] = None if own[key] is None else [list(one) for one in own[key]]
         return {
             **{k: own[k] for k in _OWN_KEYS if k not in _ON_A_NETWORK or own[k] is not None},
             **self.scores,
@@ -124,7 +144,7 @@ class RoundRecord:
         for found in (scores, *others.values()):
             if not _are_scores(found):
                 raise RunFolderProblem(f"{where}: what the model was tested for is not numbers")
-        reasons = line.get("reasons")
+        reasons, of_devices = line.get("reasons"), line.get("figures")
         figures: Record = {key: line.get(key) for key in _FIGURES}
         found = cls(
             **figures,
@@ -132,6 +152,8 @@ class RoundRecord:
             scores=scores,
             other_scores=others,
             reasons=None if reasons is None else [(node, why) for node, why in reasons],
+            figures=None if of_devices is None else [DeviceFigures(*one) for one in of_devices],
+            quarantined=line.get("quarantined"),
         )
         fates = [one.fate for one in found.devices]
         for fate in FATES:
@@ -190,9 +212,11 @@ _OWN_KEYS: dict[str, Check] = {
     **dict.fromkeys(FATES, check_of(int)),
     "devices": _are_devices,
     "reasons": check_of(list[tuple[int, str]]),
+    "figures": check_of(list[tuple[int, int, float, float, float, float, bool]]),
+    "quarantined": check_of(list[int]),
 }
 """What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
-_ON_A_NETWORK = ("bytes_broadcast", "reasons")
+_ON_A_NETWORK = ("bytes_broadcast", "reasons", "figures", "quarantined")
 _OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
 _are_seconds = check_of(Amount)
 _are_scores = check_of(dict[str, Score | list[Score] | dict[str, Score]])

@@ -101,10 +101,14 @@ class Setup:
         training, central = experiment.training, self.facts.all_data_in_one_place
         slower = CENTRAL_SPEEDUP if central else 1
         federation = self._central() if central else self.federation
-        table = self.tables.spans()
+        table, rules = self.tables.spans(), experiment.merge.made()
+        strategy = self.strategy
+        if rules is not None:
+            strategy = replace(strategy, merge=strategy.merge.with_rules(rules))
         step_s = (table.full_step_s or 1.0) * training.batch / (table.batch or training.batch)
         return Job(
-            strategy=self.strategy,
+            strategy=strategy,
+            rules=rules,
             federation=federation,
             trainer=self.trainer,
             initial=self.trainer.server_state(self._initial_state()),
@@ -147,7 +151,7 @@ class Setup:
     def about(self) -> dict[str, Any]:
         """What a result must say about where it comes from."""
         return {
-            "command": shlex.join(["cocofl", *sys.argv[1:]]),
+            "command": _command(),
             "cocofl": source_version(),
             "commit": source_commit(),
             "torch": torch.__version__,
@@ -255,3 +259,13 @@ class Setup:
         model, _ = self.subject.build(seed=self.experiment.seed)
         fresh = model.state_dict()
         return {key: fresh[key].clone() for key in chain_state(self.chain)}
+
+
+def _command() -> str:
+    """The command line, if it is our own.
+
+    Of any other program only the name is kept: its words are not ours to know, and one of them may
+    be a secret, as a ServerApp's token is.
+    """
+    program, ours = Path(sys.argv[0]), __name__.partition(".")[0]
+    return shlex.join([ours, *sys.argv[1:]]) if program.stem == ours else program.name

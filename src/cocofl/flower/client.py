@@ -39,9 +39,15 @@ from cocofl.fl.codec import ERROR
 from cocofl.fl.federation import Situation
 from cocofl.fl.state import Memory, Tensors
 from cocofl.fl.trainer import Task
-from cocofl.flower.records import unpacked, update_reply, with_shared_facts
-from cocofl.flower.settings import alike_devices, node_budget
-from cocofl.flower.updates import Contract
+from cocofl.flower.records import (
+    STATE,
+    fingerprint,
+    unpacked,
+    update_reply,
+    with_shared_facts,
+)
+from cocofl.flower.settings import alike_devices, node_budget, trusted_modules
+from cocofl.flower.updates import Contract, Request
 from cocofl.freeze import check_state
 from cocofl.named import names_are_data
 from cocofl.profiling.table import ProfileTable
@@ -56,10 +62,12 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """One round of one device: plan, train what fits, and send that."""
     state, settings = unpacked(message)
-    round_index, lr, node = settings.pop("round"), settings.pop("lr"), context.node_config
-    with names_are_data(*str(node.get("trust", "")).split()):
+    node, lr = context.node_config, settings.pop("lr")
+    sent = fingerprint(message.content.config_records[STATE])
+    request = Request(settings.pop("round"), message.metadata.group_id, sent)
+    with names_are_data(*trusted_modules(node)):
         device = _device(context.run_id, context.node_id, json.dumps(node), json.dumps(settings))
-        payload = device.play(round_index, lr, state)
+        payload = device.play(request, lr, state)
     return Message(update_reply(payload), reply_to=message)
 
 
@@ -91,9 +99,9 @@ class Device:
             self._number = node_id
             self._indices = np.arange(len(dataset.train))
 
-    def play(self, round_index: int, lr: float, state: Tensors) -> bytes:
+    def play(self, request: Request, lr: float, state: Tensors) -> bytes:
         """The update of a round; empty if nothing fits this device's budget now."""
-        experiment, number = self._setup.experiment, self._number
+        experiment, number, round_index = self._setup.experiment, self._number, request.round_index
         training = experiment.training
         budget = node_budget(self._node, training.steps(len(self._indices)) * training.batch)
         rng = stream(experiment.seed, "select", round_index, number)
@@ -114,7 +122,7 @@ class Device:
                 "to round, which only a simulation can do"
             )
         remember_plan(self._trainer.kernels)
-        return self._contract.encode(contribution)
+        return self._contract.encode(contribution, request)
 
 
 def _threads(node: Mapping[str, Any]) -> int:

@@ -69,6 +69,8 @@ class Deployment:
     """The most samples that one device's update may stand for: they are its weight in the merge."""
     max_change: float = MAX_CHANGE
     """The largest norm of a change, as a multiple of 1 + the norm of what it changes."""
+    quarantine: int = 0
+    """A node that is an outlier so often within 20 rounds is no longer asked; 0: nobody."""
 
     def __post_init__(self) -> None:
         check_number("flower.nodes", self.nodes, least=1)
@@ -77,6 +79,7 @@ class Deployment:
         check_number("flower.round_s", self.round_s, above=0)
         check_number("flower.max_samples", self.max_samples, least=1)
         check_number("flower.max_change", self.max_change, above=0)
+        check_number("flower.quarantine", self.quarantine, least=0)
 
 
 def read_run_config(config: Mapping[str, Any]) -> tuple[Experiment, Deployment]:
@@ -166,6 +169,11 @@ def alike_devices(experiment: Experiment, count: int) -> Experiment:
     """The experiment with so many devices of one group: who has what is the devices' own affair."""
     one = {"devices.per_round": 1, "devices.groups": [{"name": "all"}]}
     return experiment.changed({"devices.count": count, **one})
+
+
+def trusted_modules(config: Mapping[str, Any]) -> list[str]:
+    """The modules of which a node config lets the server name functions."""
+    return str(config.get("trust", "")).split()
 
 
 def node_budget(config: Mapping[str, Any], samples: int) -> Budget:
