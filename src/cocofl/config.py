@@ -20,6 +20,7 @@ from cocofl.errors import InvalidExperiment
 from cocofl.fl.codec import Upload
 from cocofl.fl.federation import Faults
 from cocofl.fl.metrics import Evaluation
+from cocofl.fl.privacy import Privacy
 from cocofl.fl.training import Training
 from cocofl.freeze import backend_names
 from cocofl.named import nearest
@@ -143,6 +144,7 @@ class Experiment:
     upload: Upload = field(default_factory=Upload)
     evaluation: Evaluation = field(default_factory=Evaluation)
     faults: Faults = field(default_factory=Faults)
+    privacy: Privacy = field(default_factory=Privacy)
     tables: TableSettings = field(default_factory=TableSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
 

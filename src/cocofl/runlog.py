@@ -85,6 +85,8 @@ class RoundRecord:
     """The size of all that devices were sent, where they are on a network."""
     reasons: Sequence[tuple[int, str]] | None = None
     """Why updates were refused or did not come, where devices are on a network."""
+    epsilon: float | None = None
+    """What all rounds so far come to, where there is privacy."""
 
     def count(self, fate: str) -> int:
         """How many devices that became of."""
@@ -97,7 +99,7 @@ class RoundRecord:
         own["devices"] = [list(one) for one in self.devices]
         own["reasons"] = None if self.reasons is None else [list(pair) for pair in self.reasons]
         return {
-            **{k: own[k] for k in _OWN_KEYS if k not in _ON_A_NETWORK or own[k] is not None},
+            **{k: own[k] for k in _OWN_KEYS if k not in _NOT_ALWAYS or own[k] is not None},
             **self.scores,
             **{_OTHER[kind]: dict(found) for kind, found in self.other_scores.items()},
         }
@@ -106,7 +108,7 @@ class RoundRecord:
     def from_json(cls, line: Mapping[str, Any], where: str) -> RoundRecord:
         """A line of ``metrics.jsonl``, which anybody may have made; ``where`` it stands."""
         for key, check in _OWN_KEYS.items():
-            if key not in line and key not in _ON_A_NETWORK:
+            if key not in line and key not in _NOT_ALWAYS:
                 raise RunFolderProblem(f"{where} lacks {key!r}")
             if key in line and not check(line[key]):
                 raise RunFolderProblem(f"{where}: {key!r} is {_in_short(line[key])}")
@@ -183,15 +185,17 @@ def _check_of(shape: Any) -> Callable[[Any], bool]:
     return _CHECKS[shape]
 
 
-_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss")
+_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss", "epsilon")
+_SHAPES = (int, float, float, int, int, float | None, float)
 _OWN_KEYS = {
-    **dict(zip(_FIGURES, map(_check_of, (int, float, float, int, int, float | None)), strict=True)),
+    **dict(zip(_FIGURES, map(_check_of, _SHAPES), strict=True)),
     **dict.fromkeys(FATES, _check_of(int)),
     "devices": _check_of(list[tuple[int, str, str | None, Fate]]),
     "reasons": _check_of(list[tuple[int, str]]),
 }
 """What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
-_ON_A_NETWORK = ("bytes_broadcast", "reasons")
+_NOT_ALWAYS = ("bytes_broadcast", "reasons", "epsilon")
+"""The first two on a network, the last where there is privacy."""
 _OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
 _are_scores = _check_of(dict[str, Score | list[Score] | dict[str, Score]])
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from cocofl.accounting import Accountant
 from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
@@ -72,6 +73,8 @@ class Job:
     deadline_s: float
     checkpoint_every: int = 10
     judge: Judge = only_finite
+    accountant: Accountant | None = None
+    """Counts ε, where the strategy's merge hides single devices."""
 
 
 class Watcher(Protocol):
@@ -134,14 +137,15 @@ def ask_devices(job: Job, round_index: int) -> list[AskedDevice]:
     federation, strategy = job.federation, job.strategy
     if federation is None:
         return []
+    by_coin = federation.coins(round_index)
     plans = (
         (device, strategy.plan(federation.situation(device, round_index)))
-        for device in federation.in_random_order(round_index)
+        for device in federation.in_random_order(round_index, by_coin)
     )
     if strategy.only_able:
         plans = ((device, plan) for device, plan in plans if plan is not None)
-    asked = []
-    for device, plan in sorted(islice(plans, federation.per_round), key=lambda pair: pair[0]):
+    asked, most = [], federation.per_round if by_coin is None else None
+    for device, plan in sorted(islice(plans, most), key=lambda pair: pair[0]):
         fate, duration = "infeasible", 0.0
         if plan is not None:
             fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
@@ -222,12 +226,15 @@ class _Ledger:
 
     def record(self, plan: RoundPlan, tested: dict[str, dict[str, Any]]) -> RoundRecord:
         """The round, as it is written down."""
-        loss = round(float(np.mean(self._losses)), 6) if self._losses else None
+        rounds, accountant = plan.round_index + 1, self._job.accountant
+        # No noise hides what devices lost: where there is privacy, that is their own affair.
+        is_known = bool(self._losses) and accountant is None
+        loss = round(float(np.mean(self._losses)), 6) if is_known else None
         # The server waits for the last update that it expects, in parts of the deadline.
         in_vain = any(one.fate in ("late", "lost") for one in self._asked)
         waits = 1.0 if in_vain else max((one.time for one in self._asked), default=0.0)
         return RoundRecord(
-            round=plan.round_index + 1,
+            round=rounds,
             lr=plan.lr,
             simulated_s=round(waits * self._job.deadline_s, 6),
             bytes_up=self._bytes_up,
@@ -237,6 +244,7 @@ class _Ledger:
             other_scores=tested,
             bytes_broadcast=self._bytes_broadcast,
             reasons=None if self._job.federation is not None else self._reasons,
+            epsilon=None if accountant is None else accountant.epsilon(rounds),
         )
 
 

@@ -41,6 +41,8 @@ class Row:
     """How many updates of a run were merged, late, lost, rejected, infeasible; means."""
     complete: int
     """How many of its runs have reached their end."""
+    epsilon: float | None = None
+    """The largest of its runs', where there is privacy."""
 
 
 def summary(line: Line) -> Row:
@@ -65,6 +67,7 @@ def summary(line: Line) -> Row:
             for fate in FATES
         },
         complete=sum(run.folder.is_complete for run in line.runs),
+        epsilon=max(run.rounds[-1].epsilon or 0.0 for run in line.runs) or None,
     )
 
 
