@@ -33,7 +33,7 @@ class Round:
         self.secrets: dict[int, Secrets] = {}
         self.offers: dict[int, bytes] = {}
         for node, own in blocks.items():
-            offered = secure_sum.offer(TERMS, node, {*own, EVERYBODY})
+            offered = secure_sum.offer(TERMS, {*own, EVERYBODY})
             self.secrets[node], self.offers[node] = offered
 
     def share(self, gone: set[int] = frozenset()) -> dict[int, bytes]:
@@ -159,7 +159,7 @@ def test_masked_numbers_look_like_nothing() -> None:
     zeros = {0: np.zeros(2000, np.uint64)}
     server, secrets, offers = SecureSum(terms), {}, {}
     for node in (1, 2, 3):
-        secrets[node], offers[node] = secure_sum.offer(terms, node, [0])
+        secrets[node], offers[node] = secure_sum.offer(terms, [0])
     roster, shares, masked = server.enrol(offers), {}, {}
     for node, own in list(secrets.items()):
         secrets[node], shares[node] = secure_sum.share(terms, own, roster)
@@ -246,8 +246,8 @@ def test_a_device_refuses_what_a_server_cannot_have_meant(stage: str) -> None:
         for bad in (b"", roster[:-1], roster + b"\0", roster[: 16 + entry], others, twice):
             with pytest.raises(RejectedUpdate):
                 secure_sum.share(TERMS, one.secrets[1], bad)
-        stranger = replace(one.secrets[1], offer=one.offers[2])
-        with pytest.raises(RejectedUpdate, match="another offer of this device"):
+        stranger = replace(one.secrets[1], offer=one.offers[2][::-1])
+        with pytest.raises(RejectedUpdate, match="lacks what this device has offered"):
             secure_sum.share(TERMS, stranger, roster)
         return
     shares = one.share()

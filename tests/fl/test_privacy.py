@@ -19,6 +19,7 @@ from cocofl.fl.privacy import (
     Privacy,
     PrivateMean,
     SystemNormal,
+    clipped,
     privately,
     seeded_noise,
     shareable,
@@ -189,3 +190,20 @@ def test_a_device_keeps_to_itself_what_nothing_hides() -> None:
 def test_settings_are_checked(key: str, value: object) -> None:
     with pytest.raises(InvalidExperiment, match=f"privacy.{key}"):
         Privacy(**{key: value})  # type: ignore[arg-type]
+
+
+def test_a_sum_of_clipped_changes_is_as_good_as_each_of_them() -> None:
+    sent = [
+        Contribution({"a": torch.tensor([5.0, 1.0])}, 1),
+        Contribution({"a": torch.tensor([1.0, 1.5]), "b": torch.tensor([1.0, 2.0])}, 1),
+    ]
+    by_server = PrivateMean(BOUNDS, devices=4, noise=silent)(start(), sent).tensors
+    clipped_ = [clipped(one, start(), BOUNDS) for one in sent]
+    mean = {
+        key: torch.stack([one.tensors.get(key, torch.ones(2)) for one in clipped_]).mean(0)
+        for key in LEARNED
+    }
+    by_devices = PrivateMean(BOUNDS, devices=4, noise=silent, clips=False)
+    merged = by_devices(start(), [Contribution(mean, samples=2)]).tensors
+    for key in SHAPES:
+        torch.testing.assert_close(merged[key], by_server[key])

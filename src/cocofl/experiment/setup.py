@@ -111,7 +111,9 @@ class Setup:
         sampling = Sampling(privacy.sampling, population, settings.per_round)
         return self.private(self._plain_job(), sampling, seeded_noise(experiment.seed))
 
-    def private(self, job: Job, sampling: Sampling, noise: NoiseOfRound) -> Job:
+    def private(
+        self, job: Job, sampling: Sampling, noise: NoiseOfRound, *, clips: bool = True
+    ) -> Job:
         """A job whose merge hides single devices, where the experiment wants that."""
         experiment, privacy = self.experiment, self.experiment.privacy
         if not privacy.is_on:
@@ -128,7 +130,7 @@ class Setup:
             )
         accountant = Accountant(privacy.noise, privacy.delta, sampling)
         check_epsilon(accountant, privacy.max_epsilon, job.rounds)
-        mean = PrivateMean(bounds, sampling.per_round, noise)
+        mean = PrivateMean(bounds, sampling.per_round, noise, clips)
         merge = privately(self.strategy.merge, mean)
         return replace(job, strategy=replace(job.strategy, merge=merge), accountant=accountant)
 

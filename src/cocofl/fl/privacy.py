@@ -174,6 +174,17 @@ def shareable(sent: Contribution) -> Contribution:
     return replace(sent, tensors=tensors, samples=1, loss=0.0)
 
 
+def clipped(sent: Contribution, state: ServerState, bounds: Bounds) -> Contribution:
+    """What a device sends where nobody else can clip it, since only sums of it are seen."""
+    merged = PrivateMean(bounds, devices=1, noise=lambda _round: _Silence())(state, [sent]).tensors
+    return replace(sent, tensors={key: merged.get(key, t) for key, t in sent.tensors.items()})
+
+
+class _Silence:
+    def standard_normal(self, size: Any, /) -> NDArray[np.float64]:
+        return np.zeros(size)
+
+
 # --- the merge -----------------------------------------------------------------------------------
 
 
@@ -196,6 +207,9 @@ class PrivateMean(Merge):
     devices: int
     """How many are expected; fewer or more do not change it."""
     noise: NoiseOfRound
+    clips: bool = True
+    """Else devices have clipped what they sent, and of it only sums are known: a contribution
+    stands for as many devices as it has samples."""
 
     def begin(self, state: ServerState, round_index: int) -> Accumulator:
         """A round begins."""
@@ -227,14 +241,16 @@ class _NoisySum:
             changes[name] = place, (part.values.double() - state.parts[name][place]) * votes
         for learned in (True, False):
             own = {n: change for n, change in changes.items() if _is_learned(state, n) is learned}
-            self._add(own, bounds.clip(learned=learned))
+            self._add(own, bounds.clip(learned=learned), contribution.samples)
         self._state = state.remembering(contribution)
 
-    def _add(self, changes: Mapping[str, tuple[Any, Tensor]], clip: float) -> None:
+    def _add(self, changes: Mapping[str, tuple[Any, Tensor]], clip: float, devices: int) -> None:
         if not changes:
             return
-        norm = torch.stack([change.norm() for _, change in changes.values()]).norm()
-        factor = clip / norm.clamp(min=clip)
+        factor: Tensor | int = devices
+        if self._merge.clips:
+            norm = torch.stack([change.norm() for _, change in changes.values()]).norm()
+            factor = clip / norm.clamp(min=clip)
         for name, (place, change) in changes.items():
             self._totals[name][place] += change * factor
 

@@ -160,9 +160,13 @@ class Roster:
 
     def of(self, node: int) -> Member:
         """A member by its node."""
-        found = next((one for one in self.members if one.node == node), None)
+        return next(one for one in self.members if one.node == node)
+
+    def owner(self, secrets: Secrets) -> Member:
+        """The member whose secrets these are."""
+        found = next((one for one in self.members if one.offer == secrets.offer), None)
         if found is None:
-            raise RejectedUpdate("format", f"node {node} is not in the roster")
+            raise RejectedUpdate("format", "the roster lacks what this device has offered")
         return found
 
     def among(self, bits: bytes) -> tuple[Member, ...]:
@@ -201,7 +205,6 @@ class Roster:
 class Secrets:
     """What a device keeps from stage to stage of a round."""
 
-    node: int
     offer: bytes
     mask_key: bytes
     seal_key: bytes
@@ -212,13 +215,13 @@ class Secrets:
     """Who has sealed shares for this device, and the shares; then nothing again."""
 
 
-def offer(terms: Terms, node: int, blocks: Iterable[int]) -> tuple[Secrets, bytes]:
+def offer(terms: Terms, blocks: Iterable[int]) -> tuple[Secrets, bytes]:
     """Two fresh keys, and which blocks the device will train."""
     mask_key, seal_key = (ec.generate_private_key(_CURVE) for _ in range(2))
     public = b"".join(map(_public_bytes, (mask_key, seal_key)))
     sent = public + _bits(blocks, len(terms.sizes))
     keys = (_private_bytes(mask_key), _private_bytes(seal_key))
-    return Secrets(node, sent, *keys, os.urandom(_SEED_BYTES * len(terms.sizes))), sent
+    return Secrets(sent, *keys, os.urandom(_SEED_BYTES * len(terms.sizes))), sent
 
 
 def share(terms: Terms, secrets: Secrets, roster: bytes) -> tuple[Secrets, bytes]:
@@ -226,9 +229,7 @@ def share(terms: Terms, secrets: Secrets, roster: bytes) -> tuple[Secrets, bytes
     if secrets.roster:
         raise RejectedUpdate("format", "this round has a roster already")
     known = Roster.read(roster, terms)
-    own = known.of(secrets.node)
-    if own.offer != secrets.offer:
-        raise RejectedUpdate("format", "the roster has another offer of this device")
+    own = known.owner(secrets)
     seeds = b"".join(_seed(secrets, block) for block in known.sent_by(own, known.members))
     count = len(known.members)
     keys = create_shares(secrets.mask_key, known.threshold, count)
@@ -247,7 +248,7 @@ def share(terms: Terms, secrets: Secrets, roster: bytes) -> tuple[Secrets, bytes
 def sent_blocks(terms: Terms, secrets: Secrets, parcels: bytes) -> tuple[int, ...]:
     """The blocks whose numbers the device is to send: those that enough others have, too."""
     known = Roster.read(secrets.roster, terms)
-    return known.sent_by(known.of(secrets.node), known.among(_first_bits(known, parcels)))
+    return known.sent_by(known.owner(secrets), known.among(_first_bits(known, parcels)))
 
 
 def mask(
@@ -257,7 +258,7 @@ def mask(
     if secrets.parcels:
         raise RejectedUpdate("format", "this device has sent its numbers already")
     known = Roster.read(secrets.roster, terms)
-    own, peers = known.of(secrets.node), known.among(_first_bits(known, parcels))
+    own, peers = known.owner(secrets), known.among(_first_bits(known, parcels))
     if own not in peers:
         raise RejectedUpdate("format", "the server left this device out")
     expected = _bit_bytes(len(known.members)) + sum(map(known.parcel_bytes, peers))
@@ -280,7 +281,7 @@ def reveal(terms: Terms, secrets: Secrets, survivors: bytes) -> tuple[Secrets, b
     if not secrets.parcels:
         raise RejectedUpdate("format", "there is nothing to reveal, or it was revealed already")
     known = Roster.read(secrets.roster, terms)
-    own = known.of(secrets.node)
+    own = known.owner(secrets)
     first = _first_bits(known, secrets.parcels)
     peers, left = known.among(first), known.among(survivors)
     if own not in left or not set(left) <= set(peers):
@@ -402,11 +403,12 @@ class SecureSum:
 
     def add(self, node: int, masked: bytes) -> None:
         """Take in a device's masked numbers."""
-        size, member = self.masked_bytes(node), self.roster.of(node)
+        member = next((one for one in self.peers if one.node == node), None)
+        if member is None or member in self._left:
+            raise RejectedUpdate("format", "nothing of this device is expected")
+        size = self.masked_bytes(node)
         if not isinstance(masked, bytes) or len(masked) != size:
             raise RejectedUpdate("size", f"masked numbers have {size} bytes")
-        if member not in self.peers or member in self._left:
-            raise RejectedUpdate("format", "nothing of this device is expected")
         numbers, at = np.frombuffer(masked, "<u8"), 0
         for block in self.blocks_of(node):
             end = at + self.terms.sizes[block]
