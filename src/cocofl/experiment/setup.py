@@ -109,7 +109,7 @@ class Setup:
         )
         population = settings.count if is_chance else settings.per_round
         sampling = Sampling(privacy.sampling, population, settings.per_round)
-        return self.private(self._plain_job(), sampling, seeded_noise(experiment.seed))
+        return self.private(self.plain_job(), sampling, seeded_noise(experiment.seed))
 
     def private(
         self, job: Job, sampling: Sampling, noise: NoiseOfRound, *, clips: bool = True
@@ -134,7 +134,8 @@ class Setup:
         merge = privately(self.strategy.merge, mean)
         return replace(job, strategy=replace(job.strategy, merge=merge), accountant=accountant)
 
-    def _plain_job(self) -> Job:
+    def plain_job(self) -> Job:
+        """The same without privacy."""
         experiment = self.experiment
         training, central = experiment.training, self.facts.all_data_in_one_place
         slower = CENTRAL_SPEEDUP if central else 1

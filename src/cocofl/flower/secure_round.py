@@ -12,13 +12,13 @@ from flwr.app import ConfigRecord, RecordDict
 from cocofl.engine.executor import Answer
 from cocofl.errors import InvalidExperiment, RejectedUpdate
 from cocofl.fl.state import Contribution, Tensors
+from cocofl.fl.trainer import Work
 from cocofl.flower import secure_sum
 from cocofl.flower.secure_sum import Secrets, SecureSum, TooFew
 from cocofl.flower.secure_updates import SummableUpdates
+from cocofl.flower.settings import LEAST_DEVICES
 from cocofl.span import Blocks
 
-LEAST_DEVICES = 3
-"""Of two each knows the other's numbers from the sum."""
 OFFER, SHARE, MASK, REVEAL = "offer", "share", "mask", "reveal"
 # When each stage ends at the latest, as a share of the round's time; all but one are short.
 _ENDS = {OFFER: 0.15, SHARE: 0.3, MASK: 0.85, REVEAL: 1.0}
@@ -125,6 +125,17 @@ def stage_of(content: RecordDict) -> tuple[str, bytes] | None:
 def with_stage(content: RecordDict, record: ConfigRecord) -> RecordDict:
     """A message that asks for a stage."""
     return RecordDict({**content, _SECURE: record})
+
+
+def planned_blocks(work: Work) -> Blocks:
+    """The blocks that a device is going to train, which it has to say beforehand."""
+    found = getattr(work, "blocks", None)
+    if not isinstance(found, Blocks):
+        raise InvalidExperiment(
+            f"{type(work).__name__} does not say beforehand which blocks it trains (`blocks`), and "
+            "masks are agreed on before that; secure aggregation cannot be used with it"
+        )
+    return found
 
 
 class SecureDevice:

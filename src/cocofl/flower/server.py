@@ -9,24 +9,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
+from cocofl.accounting import Sampling
 from cocofl.config import Experiment
 from cocofl.engine.executor import Answer, Executor, RoundPlan
 from cocofl.engine.rounds import Verdict, run
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Setup, open_folder
 from cocofl.fl.metrics import MetricFacts, Populations
-from cocofl.fl.state import ServerState
+from cocofl.fl.privacy import system_noise
+from cocofl.fl.state import Contribution, ServerState
 from cocofl.flower.records import UPDATE, Reply, ask, packed, shared_facts, state_record
-from cocofl.flower.settings import Deployment, alike_devices, check_experiment, read_run_config
+from cocofl.flower.secure_round import SecureRound, with_stage
+from cocofl.flower.secure_updates import SummableUpdates
+from cocofl.flower.settings import (
+    Deployment,
+    alike_devices,
+    check_experiment,
+    check_privacy,
+    read_run_config,
+)
 from cocofl.flower.updates import Contract
 from cocofl.freeze import KernelPlan
 from cocofl.rng import stream
@@ -88,34 +98,67 @@ class Server(Executor):
         classes = self.setup.data.facts.num_classes
         uniform = np.full((1, classes), 1 / classes)
         self.job = replace(
-            self.setup.job(),
+            self.setup.plain_job(),
             federation=None,  # devices plan by themselves, and no server knows of groups
             populations=Populations((), uniform[:0], uniform),
             deadline_s=0.0,
             checkpoint_every=1,  # a server may be killed at any time: whoever resumes loses nothing
             judge=self._judge,
         )
+        self._updates: SummableUpdates | None = None
+        """How updates are added up, where the server learns sums only."""
+        if deployment.secure_aggregation:
+            chain, least = self.setup.chain, deployment.secure_least
+            self._updates = SummableUpdates(self._contract, len(chain), least)
+        # Whoever is asked knows it, and so does the server: nothing is hidden by chance.
+        sampling = Sampling("fixed", deployment.per_round, deployment.per_round)
+        clips = not deployment.secure_aggregation
+        self.job = self.setup.private(self.job, sampling, system_noise, clips=clips)
+        codec = self.setup.trainer.codec
+        check_privacy(experiment, deployment, self.job.strategy.merge, codec)
         facts = shared_facts(self.setup.data)
         self._common = {"experiment": experiment.to_dict(), "facts": facts}
+        if self._updates is not None:
+            self._common["secure_least"] = deployment.secure_least
 
     def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
         """Ask the nodes that are there, and wait until they have answered or are late."""
         nodes = self._nodes(plan.round_index)
         record = state_record(state.tensors)
         settings = {**self._common, "round": plan.round_index, "lr": plan.lr}
-        timeout_s = self._deployment.round_s
+        timeout_s, size = self._deployment.round_s, record.count_bytes()
+        if self._updates is None:
+            content = packed(record, settings)
+            for answer in self._exchange(dict.fromkeys(nodes, content), timeout_s).values():
+                yield answer._replace(broadcast_bytes=size)
+            return
+
+        def exchange(
+            stages: Mapping[int, ConfigRecord], with_state: bool, timeout_s: float
+        ) -> dict[int, Answer]:
+            content = packed(record if with_state else state_record({}), settings)
+            contents = {node: with_stage(content, stage) for node, stage in stages.items()}
+            return self._exchange(contents, timeout_s)
+
+        self._secure = SecureRound(self._updates, exchange, timeout_s)
+        for answer in self._secure.collect(nodes, state.tensors):
+            yield answer._replace(broadcast_bytes=size)
+
+    def _exchange(self, contents: Mapping[int, RecordDict], timeout_s: float) -> dict[int, Answer]:
+        """Send each node something, and wait for the answers."""
         messages = [
             # Whoever is late must not work through rounds that are over.
-            Message(packed(record, settings), node, MessageType.TRAIN, ttl=timeout_s + GRACE_S)
-            for node in nodes
+            Message(content, node, MessageType.TRAIN, ttl=timeout_s + GRACE_S)
+            for node, content in contents.items()
         ]
-        size = record.count_bytes()
         replies = ask(self._grid, messages, timeout_s)
-        for node, reply in zip(nodes, replies, strict=True):
-            yield _answer(node, reply)._replace(broadcast_bytes=size)
+        pairs = zip(contents, replies, strict=True)
+        return {node: _answer(node, reply) for node, reply in pairs}
 
     def _judge(self, answer: Answer, state: ServerState) -> Verdict:
-        """What bytes contribute that fulfil the contract."""
+        """What bytes contribute that fulfil the contract; sums have been judged already."""
+        if isinstance(answer.sent, Contribution):
+            return Verdict(answer.sent, self._secure.work_of(answer.device))
         assert isinstance(answer.sent, bytes)
         blocks, contribution = self._contract.decode(answer.sent, state.tensors)
         return Verdict(replace(contribution, device=answer.device), str(blocks))
