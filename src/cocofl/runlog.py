@@ -63,6 +63,21 @@ class DeviceRecord(NamedTuple):
     fate: str
 
 
+class DeviceFigures(NamedTuple):
+    """How an update that was merged looks beside the others of its round."""
+
+    device: int
+    samples: int
+    loss: float
+    norm: float
+    """Of the change that it sent."""
+    against_median: float
+    """Its norm over the median norm, in that block where this is largest."""
+    scale_change: float
+    """The largest factor by which it moves a known scale, up or down; 1 where it moves none."""
+    outlier: bool
+
+
 @dataclass(frozen=True)
 class RoundRecord:
     """What is to be known of a round; every figure has its one definition here."""
@@ -85,6 +100,10 @@ class RoundRecord:
     """The size of all that devices were sent, where they are on a network."""
     reasons: Sequence[tuple[int, str]] | None = None
     """Why updates were refused or did not come, where devices are on a network."""
+    figures: Sequence[DeviceFigures] | None = None
+    """Of every update that was merged, where devices are on a network."""
+    quarantined: Sequence[int] | None = None
+    """Nodes that were there and were not asked for what they sent before."""
     epsilon: float | None = None
     """What all rounds so far come to, where there is privacy."""
 
@@ -97,7 +116,8 @@ class RoundRecord:
         own = {key: getattr(self, key) for key in _OWN_KEYS if key not in FATES}
         own |= {fate: self.count(fate) for fate in FATES}
         own["devices"] = [list(one) for one in self.devices]
-        own["reasons"] = None if self.reasons is None else [list(pair) for pair in self.reasons]
+        for key in ("reasons", "figures"):
+            own[key] = None if own[key] is None else [list(one) for one in own[key]]
         return {
             **{k: own[k] for k in _OWN_KEYS if k not in _NOT_ALWAYS or own[k] is not None},
             **self.scores,
@@ -118,7 +138,7 @@ class RoundRecord:
         for found in (scores, *others.values()):
             if not _are_scores(found):
                 raise RunFolderProblem(f"{where}: what the model was tested for is not numbers")
-        reasons = line.get("reasons")
+        reasons, of_devices = line.get("reasons"), line.get("figures")
         figures: Record = {key: line.get(key) for key in _FIGURES}
         return cls(
             **figures,
@@ -126,6 +146,8 @@ class RoundRecord:
             scores=scores,
             other_scores=others,
             reasons=None if reasons is None else [(node, why) for node, why in reasons],
+            figures=None if of_devices is None else [DeviceFigures(*one) for one in of_devices],
+            quarantined=line.get("quarantined"),
         )
 
 
@@ -160,6 +182,7 @@ _CHECKS: dict[Any, Callable[[Any], bool]] = {
     float: lambda value: type(value) in (int, float) and abs(value) < 1e300,  # so it is finite
     Score: lambda value: type(value) is float or (type(value) is int and abs(value) < 1e300),
     str: lambda value: isinstance(value, str),
+    bool: lambda value: isinstance(value, bool),
     type(None): lambda value: value is None,
 }
 
@@ -192,10 +215,12 @@ _OWN_KEYS = {
     **dict.fromkeys(FATES, _check_of(int)),
     "devices": _check_of(list[tuple[int, str, str | None, Fate]]),
     "reasons": _check_of(list[tuple[int, str]]),
+    "figures": _check_of(list[tuple[int, int, float, float, float, float, bool]]),
+    "quarantined": _check_of(list[int]),
 }
 """What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
-_NOT_ALWAYS = ("bytes_broadcast", "reasons", "epsilon")
-"""The first two on a network, the last where there is privacy."""
+_NOT_ALWAYS = ("bytes_broadcast", "reasons", "figures", "quarantined", "epsilon")
+"""The last where there is privacy, the others on a network."""
 _OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
 _are_scores = _check_of(dict[str, Score | list[Score] | dict[str, Score]])
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cocofl.accounting import Accountant
-from cocofl.engine.executor import Answer, Executor, RoundPlan
+from cocofl.engine.executor import QUARANTINED, Answer, Executor, RoundPlan
+from cocofl.engine.inspection import Inspection
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.federation import Faults, Federation
@@ -27,6 +28,7 @@ from cocofl.fl.trainer import Task, Trainer, norms_of
 from cocofl.fl.training import Training
 from cocofl.fl.widths import StatisticsWork
 from cocofl.freeze import KernelPlan, check_state
+from cocofl.one_line import one_line
 from cocofl.rng import stream
 from cocofl.runlog import PLAN, DeviceRecord, Record, RoundRecord, RunFolder
 
@@ -75,6 +77,8 @@ class Job:
     judge: Judge = only_finite
     accountant: Accountant | None = None
     """Counts ε, where the strategy's merge hides single devices."""
+    sees_devices: bool = True
+    """Whether single updates are looked at: not where only their sum is known, or is to be."""
 
 
 class Watcher(Protocol):
@@ -109,10 +113,10 @@ def play_round(runs: Sequence[RunInProgress], executor: Executor) -> None:
     plans = [_plan(run, of_run) for run, of_run in zip(runs, asked, strict=True)]
     collected = executor.collect_runs([(p, run.state) for p, run in zip(plans, runs, strict=True)])
     for run, of_run, plan, answers in zip(runs, asked, plans, collected, strict=True):
-        job, ledger = run.job, _Ledger(run.job, of_run)
+        job, ledger = run.job, _Ledger(run.job, of_run, run.state)
         accumulator = job.strategy.merge.begin(run.state, plan.round_index)
         for answer in answers:
-            contribution = ledger.judge(answer, run.state)
+            contribution = ledger.judge(answer)
             if contribution is not None:
                 accumulator.add(contribution)
         merged = accumulator.finish()
@@ -178,9 +182,12 @@ def task_of(
 class _Ledger:
     """What became of each device that was asked, and what its answer was worth."""
 
-    def __init__(self, job: Job, asked: Sequence[AskedDevice]) -> None:
-        self._job, self._asked = job, asked
+    def __init__(self, job: Job, asked: Sequence[AskedDevice], state: ServerState) -> None:
+        self._job, self._asked, self._state = job, asked, state
         federation = job.federation
+        # Our own devices are known to be honest, and looking costs time.
+        is_looked_at = federation is None and job.sees_devices
+        self._inspection = Inspection(state) if is_looked_at else None
         self._devices = {
             one.device: DeviceRecord(
                 one.device,
@@ -192,18 +199,22 @@ class _Ledger:
         }
         self._losses: list[float] = []
         self._reasons: list[tuple[int, str]] = []
+        self._quarantined: list[int] = []
         self._bytes_up = 0
         self._bytes_broadcast: int | None = None
 
-    def judge(self, answer: Answer, state: ServerState) -> Contribution | None:
+    def judge(self, answer: Answer) -> Contribution | None:
         """What an answer contributes; None where it is missing or refused."""
+        if answer.fate == QUARANTINED:
+            self._quarantined.append(answer.device)
+            return None
         known = self._devices.get(answer.device, DeviceRecord(answer.device, "", None, "merged"))
         if answer.broadcast_bytes is not None:
             self._bytes_broadcast = (self._bytes_broadcast or 0) + answer.broadcast_bytes
         verdict, fate, reason = None, answer.fate, answer.reason
         if answer.sent is not None:
             try:
-                verdict = self._job.judge(answer, state)
+                verdict = self._job.judge(answer, self._state)
             except RejectedUpdate as error:
                 fate = "rejected"
                 reason = f"{error.reason}: {error}" if str(error) else ""
@@ -211,11 +222,13 @@ class _Ledger:
             self._losses.append(verdict.contribution.loss)
             self._bytes_up += verdict.contribution.nbytes
             known = known._replace(work=verdict.work or known.work)
+            if self._inspection is not None:
+                self._inspection.add(verdict.contribution)
         elif answer.sent is not None:
             sent = answer.sent
             self._bytes_up += len(sent) if isinstance(sent, bytes) else sent.nbytes
         if reason:
-            self._reasons.append((answer.device, reason))
+            self._reasons.append((answer.device, one_line(reason)))
         self._devices[answer.device] = known._replace(fate=fate)
         return None if verdict is None else verdict.contribution
 
@@ -244,6 +257,8 @@ class _Ledger:
             other_scores=tested,
             bytes_broadcast=self._bytes_broadcast,
             reasons=None if self._job.federation is not None else self._reasons,
+            figures=None if self._inspection is None else self._inspection.figures(),
+            quarantined=self._quarantined or None,
             epsilon=None if accountant is None else accountant.epsilon(rounds),
         )
 

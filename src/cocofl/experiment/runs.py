@@ -98,6 +98,11 @@ class Run:
         return self.folder.rounds()
 
     @property
+    def is_deployed(self) -> bool:
+        """Whether its devices are on a network, and not simulated."""
+        return any(record.reasons is not None for record in self.rounds)
+
+    @property
     def evaluated(self) -> list[RoundRecord]:
         """The records of rounds after which the model was tested."""
         return [record for record in self.rounds if record.scores]

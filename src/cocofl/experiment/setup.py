@@ -132,7 +132,8 @@ class Setup:
         check_epsilon(accountant, privacy.max_epsilon, job.rounds)
         mean = PrivateMean(bounds, sampling.per_round, noise, clips)
         merge = privately(self.strategy.merge, mean)
-        return replace(job, strategy=replace(job.strategy, merge=merge), accountant=accountant)
+        strategy = replace(job.strategy, merge=merge)
+        return replace(job, strategy=strategy, accountant=accountant, sees_devices=False)
 
     def plain_job(self) -> Job:
         """The same without privacy."""
@@ -189,7 +190,7 @@ class Setup:
         """What a result must say about where it comes from."""
         privacy = self.experiment.privacy
         return {
-            "command": shlex.join(["cocofl", *sys.argv[1:]]),
+            "command": _command(),
             "cocofl": version("cocofl"),
             "commit": source_commit(),
             "torch": torch.__version__,
@@ -298,3 +299,13 @@ class Setup:
         model, _ = self.subject.build(seed=self.experiment.seed)
         fresh = model.state_dict()
         return {key: fresh[key].clone() for key in chain_state(self.chain)}
+
+
+def _command() -> str:
+    """The command line, if it is our own.
+
+    Of any other program only the name is kept: its words are not ours to know, and one of them may
+    be a secret, as a ServerApp's token is.
+    """
+    program, ours = Path(sys.argv[0]), __name__.partition(".")[0]
+    return shlex.join([ours, *sys.argv[1:]]) if program.stem == ours else program.name

@@ -42,7 +42,13 @@ from cocofl.fl.privacy import Bounds, clipped, shareable
 from cocofl.fl.state import Contribution, Memory, Tensors
 from cocofl.fl.strategies import Plan
 from cocofl.fl.trainer import Task
-from cocofl.flower.records import unpacked, update_reply, with_shared_facts
+from cocofl.flower.records import (
+    STATE,
+    fingerprint,
+    unpacked,
+    update_reply,
+    with_shared_facts,
+)
 from cocofl.flower.secure_round import (
     OFFER,
     REVEAL,
@@ -52,8 +58,8 @@ from cocofl.flower.secure_round import (
     stage_of,
 )
 from cocofl.flower.secure_updates import SummableUpdates
-from cocofl.flower.settings import LEAST_DEVICES, alike_devices, node_budget
-from cocofl.flower.updates import Contract
+from cocofl.flower.settings import LEAST_DEVICES, alike_devices, node_budget, trusted_modules
+from cocofl.flower.updates import Contract, Request
 from cocofl.freeze import check_state
 from cocofl.named import names_are_data
 from cocofl.profiling.table import ProfileTable
@@ -68,14 +74,16 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """One round of one device: plan, train what fits, and send that."""
     state, settings = unpacked(message)
-    round_index, lr, node = settings.pop("round"), settings.pop("lr"), context.node_config
-    with names_are_data(*str(node.get("trust", "")).split()):
+    node, lr = context.node_config, settings.pop("lr")
+    sent = fingerprint(message.content.config_records[STATE])
+    request = Request(settings.pop("round"), message.metadata.group_id, sent)
+    with names_are_data(*trusted_modules(node)):
         device = _device(context.run_id, context.node_id, json.dumps(node), json.dumps(settings))
         stage = stage_of(message.content)
         if stage is None:
-            payload = device.play(round_index, lr, state)
+            payload = device.play(request, lr, state)
         else:
-            payload = device.take_part(*stage, context.state, (round_index, lr, state))
+            payload = device.take_part(*stage, context.state, (request.round_index, lr, state))
     return Message(update_reply(payload), reply_to=message)
 
 
@@ -109,19 +117,17 @@ class Device:
             self._number = node_id
             self._indices = np.arange(len(dataset.train))
 
-    def play(self, round_index: int, lr: float, state: Tensors) -> bytes:
+    def play(self, request: Request, lr: float, state: Tensors) -> bytes:
         """The update of a round; empty if nothing fits this device's budget now."""
         if self._node.get("secure-aggregation"):
             raise InvalidExperiment(
                 "this device sends nothing unmasked (secure-aggregation in its node config); "
                 "set flower.secure_aggregation on the server"
             )
-        plan = self._plan(round_index)
-        return (
-            b""
-            if plan is None
-            else self._contract.encode(self._train(plan, round_index, lr, state))
-        )
+        plan = self._plan(request.round_index)
+        if plan is None:
+            return b""
+        return self._contract.encode(self._train(plan, request.round_index, lr, state), request)
 
     def take_part(
         self, stage: str, payload: bytes, kept: RecordDict, asked: tuple[int, float, Tensors]

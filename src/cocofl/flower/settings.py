@@ -22,7 +22,6 @@ from cocofl.config import Experiment, from_table, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem
 from cocofl.fl.codec import Codec
 from cocofl.fl.merge import Mean, Merge, ServerOptimizer
-from cocofl.fl.privacy import PrivateMean
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import BLOCKS
 from cocofl.flower.secure_updates import MOST_SAMPLES
@@ -74,6 +73,8 @@ class Deployment:
     """The most samples that one device's update may stand for: they are its weight in the merge."""
     max_change: float = MAX_CHANGE
     """The largest norm of a change, as a multiple of 1 + the norm of what it changes."""
+    quarantine: int = 0
+    """A node that is an outlier so often within 20 rounds is no longer asked; 0: nobody."""
     secure_aggregation: bool = False
     """Whether the server learns sums of updates only (docs/privacy.md)."""
     secure_least: int = LEAST_DEVICES
@@ -86,6 +87,7 @@ class Deployment:
         check_number("flower.round_s", self.round_s, above=0)
         check_number("flower.max_samples", self.max_samples, least=1)
         check_number("flower.max_change", self.max_change, above=0)
+        check_number("flower.quarantine", self.quarantine, least=0)
         check_number("flower.secure_least", self.secure_least, least=LEAST_DEVICES)
 
 
@@ -182,6 +184,11 @@ def check_privacy(
             "privacy is on, and noisy sums are divided by a number of devices that is known "
             "beforehand: give flower.per_round"
         )
+    if deployment.quarantine and (experiment.privacy.is_on or deployment.secure_aggregation):
+        raise InvalidExperiment(
+            "flower.quarantine is for nodes whose updates stand out, but with privacy or "
+            "flower.secure_aggregation nobody looks at single updates; set it to 0"
+        )
     if not deployment.secure_aggregation:
         return
     if not sums_suffice(merge):
@@ -210,8 +217,6 @@ def sums_suffice(merge: Merge) -> bool:
     """
     if isinstance(merge, ServerOptimizer):
         return type(merge).begin is ServerOptimizer.begin and sums_suffice(merge.merge)
-    if isinstance(merge, PrivateMean):
-        return not merge.clips
     return type(merge) is Mean and merge.over == "everyone"
 
 
@@ -219,6 +224,11 @@ def alike_devices(experiment: Experiment, count: int) -> Experiment:
     """The experiment with so many devices of one group: who has what is the devices' own affair."""
     one = {"devices.per_round": 1, "devices.groups": [{"name": "all"}]}
     return experiment.changed({"devices.count": count, **one})
+
+
+def trusted_modules(config: Mapping[str, Any]) -> list[str]:
+    """The modules of which a node config lets the server name functions."""
+    return str(config.get("trust", "")).split()
 
 
 def node_budget(config: Mapping[str, Any], samples: int) -> Budget:
