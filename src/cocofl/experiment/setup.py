@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from cocofl.freeze import State, chain_state, check_state
 from cocofl.named import lookup, nearest
 from cocofl.profiling.subject import Subject
 from cocofl.runlog import check_metric_names, read_state
-from cocofl.source import source_commit
+from cocofl.source import source_commit, source_version
 
 CENTRAL_SPEEDUP = 10
 """Centralized training takes this many times fewer rounds, each an epoch over all data."""
@@ -191,7 +190,7 @@ class Setup:
         privacy = self.experiment.privacy
         return {
             "command": _command(),
-            "cocofl": version("cocofl"),
+            "cocofl": source_version(),
             "commit": source_commit(),
             "torch": torch.__version__,
             "python": platform.python_version(),
