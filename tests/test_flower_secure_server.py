@@ -153,6 +153,7 @@ def test_with_both_the_noise_is_on_the_sum_of_what_devices_have_clipped(tmp_path
         ({"flower.secure_least": 2}, "flower.secure_least is 2"),
         ({"flower.quarantine": 3}, "nobody looks at single updates"),
         ({"privacy.clip": 1.0}, "give flower.per_round"),
+        ({"merge.rules": '["median"]'}, "learns sums only"),
         ({"strategy.name": "scaffold:scaffold", "strategy.devices": 4}, "wants more"),
     ],
 )

@@ -21,6 +21,7 @@ from cocofl.fl.codec import Upload
 from cocofl.fl.federation import Faults
 from cocofl.fl.metrics import Evaluation
 from cocofl.fl.privacy import Privacy
+from cocofl.fl.rules import Merging
 from cocofl.fl.training import Training
 from cocofl.freeze import backend_names
 from cocofl.named import nearest
@@ -142,6 +143,7 @@ class Experiment:
     strategy: StrategySettings = field(default_factory=StrategySettings)
     training: Training = field(default_factory=Training)
     upload: Upload = field(default_factory=Upload)
+    merge: Merging = field(default_factory=Merging)
     evaluation: Evaluation = field(default_factory=Evaluation)
     faults: Faults = field(default_factory=Faults)
     privacy: Privacy = field(default_factory=Privacy)

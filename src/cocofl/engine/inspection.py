@@ -14,8 +14,8 @@ FAR = 6.0
 """An outlier is so many deviations above the median: a deviation is the median one (of a normal
 distribution that is 1.48 times as much), and at least a third of the median itself, since a few
 devices may agree by chance."""
-SCALE_FACTOR = 10.0
-"""Or it moves a known scale by more than this. Scales of honest devices move less than twofold."""
+SCALE_FACTOR = 50.0
+"""Or it moves a known scale by more than this; honest devices move one up to tenfold."""
 _TO_SIGMA, _LEAST_DEVIATION = 1.4826, 1 / 3
 # A loss that is small tells nothing: late in training it differs tenfold between honest devices.
 _LOSS_FLOOR = 0.5

@@ -22,6 +22,7 @@ from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
+from cocofl.fl.rules import Rules
 from cocofl.fl.state import Contribution, ServerState, is_scale
 from cocofl.fl.strategies import Plan, Strategy
 from cocofl.fl.trainer import Task, Trainer, norms_of
@@ -79,6 +80,8 @@ class Job:
     """Counts ε, where the strategy's merge hides single devices."""
     sees_devices: bool = True
     """Whether single updates are looked at: not where only their sum is known, or is to be."""
+    rules: Rules | None = None
+    """By which devices agree; the strategy's merge has them already."""
 
 
 class Watcher(Protocol):
@@ -290,7 +293,7 @@ def _with_statistics(
         return state
     measuring = replace(plan, tasks=tasks, purpose="statistics")
     sent = (answer.sent for answer in executor.collect(measuring, state))
-    return Mean("senders")(state, (one for one in sent if isinstance(one, Contribution)))
+    return Mean("senders", job.rules)(state, (one for one in sent if isinstance(one, Contribution)))
 
 
 def evaluate(

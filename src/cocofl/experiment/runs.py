@@ -257,10 +257,10 @@ def evaluate_run(
 ) -> Scores:
     """Test a run's model, also on other data or with other statistics (``changes``)."""
     found = Run.open(path)
-    # No strategy is played, and the run's tables may lie on the machine that made it.
-    # So may the GPU that it was made with.
+    # No strategy is played, nothing is merged, and the run's tables may lie on the machine that
+    # made it. So may the GPU that it was made with.
     places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
-    neutral = {**places, "engine.kind": "auto", **(changes or {})}
+    neutral = {**places, "engine.kind": "auto", "merge": {}, **(changes or {})}
     experiment = found.experiment.with_strategy(NEEDS_NOTHING).changed(neutral)
     refuse_untrusted(*names_in(experiment.by_key()))  # also for the worker processes
     job = Setup(experiment).job()

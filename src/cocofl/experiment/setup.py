@@ -127,10 +127,16 @@ class Setup:
                 "widths, which no noise covers; take a network without BatchNorm, or another "
                 "strategy"
             )
+        if job.rules is not None:
+            raise InvalidExperiment(
+                f"privacy is on, but merge.rules is {list(experiment.merge.rules)} and merge.share "
+                f"{experiment.merge.share:g}: how far one device moves what others vote for has no "
+                "bound that noise could hide; say rules = [] and share = 1 in [merge]"
+            )
         accountant = Accountant(privacy.noise, privacy.delta, sampling)
         check_epsilon(accountant, privacy.max_epsilon, job.rounds)
         mean = PrivateMean(bounds, sampling.per_round, noise, clips)
-        merge = privately(self.strategy.merge, mean)
+        merge = privately(job.strategy.merge, mean)
         strategy = replace(job.strategy, merge=merge)
         return replace(job, strategy=strategy, accountant=accountant, sees_devices=False)
 
@@ -140,10 +146,14 @@ class Setup:
         training, central = experiment.training, self.facts.all_data_in_one_place
         slower = CENTRAL_SPEEDUP if central else 1
         federation = self._central() if central else self.federation
-        table = self.tables.spans()
+        table, rules = self.tables.spans(), experiment.merge.made()
+        strategy = self.strategy
+        if rules is not None:
+            strategy = replace(strategy, merge=strategy.merge.with_rules(rules))
         step_s = (table.full_step_s or 1.0) * training.batch / (table.batch or training.batch)
         return Job(
-            strategy=self.strategy,
+            strategy=strategy,
+            rules=rules,
             federation=federation,
             trainer=self.trainer,
             initial=self.trainer.server_state(self._initial_state()),

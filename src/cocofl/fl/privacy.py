@@ -279,7 +279,7 @@ def privately(merge: Merge, mean: PrivateMean) -> Merge:
 
     What a server does with that is its own affair: it has seen nothing else.
     """
-    if type(merge) is Mean:
+    if type(merge) is Mean and merge.rules is None:
         return mean
     if isinstance(merge, ServerOptimizer) and type(merge).begin is ServerOptimizer.begin:
         found = copy.copy(merge)

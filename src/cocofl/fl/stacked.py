@@ -24,7 +24,7 @@ from cocofl.fl.state import (
     Part,
     Piece,
     Tensors,
-    is_variance,
+    kind_of,
     votes_of_rows,
 )
 from cocofl.fl.trainer import Task, Trainer, scaled_layers
@@ -176,11 +176,13 @@ class StackedLayout(Layout):
     def _pieces_of(self, name: str) -> list[Piece]:
         kind = name.partition("@")[0]
         if kind not in self._slots:
-            return [Piece(Group(self._block_of.get(name, -1), False), slice(None), False)]
+            kind_of_values = "scales" if name == SCALES else kind_of(name)
+            group = Group(self._block_of.get(name, -1), learned=False)
+            return [Piece(group, slice(None), kind_of_values)]
         found: dict[int, Piece] = {}
         for key, slot in self._slots[kind].by_key.items():
             group, where = Group(slot.block, kind == PARAMETERS), slice(slot.start, slot.stop)
-            found.setdefault(slot.start, Piece(group, where, is_variance(key)))
+            found.setdefault(slot.start, Piece(group, where, kind_of(key)))
         return list(found.values())
 
     # From keys to rows, and back
@@ -295,7 +297,7 @@ class StackedLayout(Layout):
             parts.append(Part(STATISTICS, statistics, blocks=blocks))
             size += self._bytes(STATISTICS, width, blocks)
         for at, row in trained.statistics.items():
-            parts.append(Part(statistics_part(widths[at]), row, measured=True))
+            parts.append(Part(statistics_part(widths[at]), row, measured=widths[at] < 1.0))
             size += self._bytes(STATISTICS, widths[at], blocks)
         size += sum(t.nbytes for key, t in constants.items() if self._block_of[key] in blocks)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What is compared as one: the parameters of a block, or its norm statistics."""
+    """What is looked at as one: the parameters of a block, or its norm statistics."""
 
     block: int
     """-1 for what is in no block."""
@@ -52,8 +52,7 @@ class Piece(NamedTuple):
 
     group: Group
     where: slice
-    positive: bool
-    """Whether its values are above zero by what they are: variances."""
+    kind: Literal["values", "variances", "scales"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +111,7 @@ class Layout(Protocol):
         """Whether a part holds parameters, rather than statistics or scales."""
 
     def pieces(self, name: str) -> Sequence[Piece]:
-        """The tensors of parameters and norm statistics that a part is made of."""
+        """The tensors that a part is made of."""
 
     def memory_of(self, contribution: Contribution) -> Memory:
         """What the device remembers from now on, beside the parts of a state."""
@@ -146,8 +145,8 @@ class KeyLayout(Layout):
         for key, tensor in contribution.tensors.items():
             place, rows = places.get(key), contribution.rows.get(key)
             votes = None if rows is None else votes_of_rows(tensor, rows)
-            measured = key.startswith(SCALE_PREFIX) or not (is_whole or key in places)
-            yield Part(key, tensor, place, votes, measured)
+            own = places if not is_whole else self.block_of or contribution.tensors
+            yield Part(key, tensor, place, votes, measured=is_scale(key) or key not in own)
 
     def is_learned(self, name: str) -> bool:
         """By its key."""
@@ -156,7 +155,7 @@ class KeyLayout(Layout):
     def pieces(self, name: str) -> Sequence[Piece]:
         """One, which is all of it."""
         group = Group(self.block_of.get(name, -1), self.is_learned(name))
-        return [Piece(group, slice(None), is_variance(name))]
+        return [Piece(group, slice(None), kind_of(name))]
 
 
 def votes_of_rows(tensor: Tensor, rows: NDArray[np.int64] | None) -> Tensor:
@@ -171,9 +170,11 @@ def is_scale(key: str) -> bool:
     return key.startswith(SCALE_PREFIX)
 
 
-def is_variance(key: str) -> bool:
-    """Whether a state's key names the variances that a norm tracks."""
-    return key.endswith("running_var")
+def kind_of(key: str) -> Literal["values", "variances", "scales"]:
+    """What a state's key names; variances and scales are above zero."""
+    if is_scale(key):
+        return "scales"
+    return "variances" if key.endswith("running_var") else "values"
 
 
 @dataclass(frozen=True, eq=False)

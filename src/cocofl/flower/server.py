@@ -135,8 +135,8 @@ class Server(Executor):
         if deployment.secure_aggregation:
             chain, least = self.setup.chain, deployment.secure_least
             self._updates = SummableUpdates(self._contract, len(chain), least)
-        strategy, codec = self.setup.strategy, self.setup.trainer.codec
-        check_privacy(experiment, deployment, strategy.merge, codec)
+        merge, codec = self.job.strategy.merge, self.setup.trainer.codec
+        check_privacy(experiment, deployment, merge, codec)
         # Whoever is asked knows it, and so does the server: nothing is hidden by chance.
         sampling = Sampling("fixed", deployment.per_round, deployment.per_round)
         clips = not deployment.secure_aggregation

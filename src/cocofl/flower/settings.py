@@ -193,9 +193,9 @@ def check_privacy(
         return
     if not sums_suffice(merge):
         raise InvalidExperiment(
-            "flower.secure_aggregation is on, and the server learns sums only, but the strategy "
-            f"merges by {merge!r}, which wants more; expected Mean('everyone'), or a "
-            "ServerOptimizer on top of it"
+            "flower.secure_aggregation is on, and the server learns sums only, but it merges by "
+            f"{merge!r:.200}, which wants more; expected Mean('everyone'), or a ServerOptimizer on "
+            "top of it, and in [merge] rules = [] and share = 1"
         )
     if not codec.is_exact:
         raise InvalidExperiment(
@@ -217,7 +217,7 @@ def sums_suffice(merge: Merge) -> bool:
     """
     if isinstance(merge, ServerOptimizer):
         return type(merge).begin is ServerOptimizer.begin and sums_suffice(merge.merge)
-    return type(merge) is Mean and merge.over == "everyone"
+    return type(merge) is Mean and merge.over == "everyone" and merge.rules is None
 
 
 def alike_devices(experiment: Experiment, count: int) -> Experiment:
