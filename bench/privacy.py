@@ -1,0 +1,136 @@
+"""What privacy costs: accuracy against noise, and bytes and seconds of secure aggregation.
+
+    python bench/privacy.py noise --seeds 3
+    python bench/privacy.py masks --rounds 5 --supernodes 4
+
+``noise`` simulates digits on many devices: a small network without norms that all devices train,
+and CoCoFL on a small ResNet with BatchNorm. ``masks`` plays the quick start on a SuperLink and
+SuperNodes on loopback, plainly and with secure aggregation, and leaves out the first round, in
+which devices prepare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cocofl.config import Experiment
+from cocofl.engine.executor import InProcess
+from cocofl.experiment import Run, simulate
+from cocofl.flower.loopback import Loopback
+from cocofl.flower.settings import Deployment, run_config, write_app
+from cocofl.flower.trial import await_run
+
+NOISES = (0.0, 0.01, 1.0, 2.0, 4.0)
+"""0 is without privacy, 0.01 clips and hardly adds noise."""
+EXPERIMENTS: dict[str, dict[str, Any]] = {
+    "fedavg-full, 2 410 parameters, no norms": {
+        "rounds": 40,
+        "model": {"name": "privacy:network"},
+        "devices": {"count": 350, "per_round": 175},
+        "training": {"batch": 4, "lr": 0.3, "epochs": 2},
+        "strategy": {"name": "fedavg-full"},
+        "privacy": {"clip": 0.5},
+    },
+    "cocofl, tiny resnet10-digits with BatchNorm": {
+        "rounds": 40,
+        "model": {"name": "resnet10-digits", "options": {"tiny": True}},
+        "devices": {"count": 140, "per_round": 70},
+        "training": {"batch": 5},
+        "privacy": {"clip": 0.5, "statistics_clip": 0.5},
+    },
+}
+COMMON: dict[str, Any] = {
+    "data": {"split": "iid"},
+    "evaluation": {"every": 40},
+    "tables": {"spans": "analytic"},
+    "engine": {"kind": "serial", "kernels": "reference"},
+}
+
+
+def network(num_classes: int) -> tuple[nn.Module, torch.Tensor]:
+    """Two layers."""
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU())
+    return nn.Sequential(body, nn.Linear(32, num_classes)), torch.rand(4, 1, 8, 8)
+
+
+def noise(seeds: int) -> None:
+    """Accuracy against noise, a line for each."""
+    for name, settings in EXPERIMENTS.items():
+        print(f"\n{name}\n\n| noise | ε at δ = 1e-5 | accuracy / % |\n| --: | --: | --: |")
+        for level in NOISES:
+            runs = [accuracy(settings, level, seed) for seed in range(seeds)]
+            scores = [100 * score for score, _ in runs]
+            spread = statistics.stdev(scores) if seeds > 1 else 0.0
+            epsilon = runs[0][1]
+            told = "no bound" if epsilon is None else f"{epsilon:.3g}"
+            shown = f"{level:g}" if level else "off"
+            print(
+                f"| {shown} | {told} | {statistics.mean(scores):.1f} ± {spread:.1f} |", flush=True
+            )
+
+
+def accuracy(settings: Mapping[str, Any], level: float, seed: int) -> tuple[float, float | None]:
+    experiment = Experiment.parse({**COMMON, **settings, "seed": seed})
+    changes = {"privacy.noise": level} if level else {"privacy.clip": 0.0}
+    with tempfile.TemporaryDirectory() as folder:
+        run = simulate(experiment.changed(changes), out=Path(folder) / "run", executor=InProcess())
+        return float(run.final.scores["accuracy"]), run.rounds[-1].epsilon
+
+
+def masks(rounds: int, supernodes: int) -> None:
+    """Bytes and seconds of a round, plain and secure."""
+    print(
+        "| | uploaded per round and device / kB | seconds per round, median |\n| --- | --: | --: |"
+    )
+    for secure in (False, True):
+        run = deployed(rounds, supernodes, secure=secure)
+        sizes = [one.bytes_up / one.count("merged") / 1000 for one in run.rounds[1:]]
+        seconds = [one["train_s"] for one in run.folder.timing()[1:]]
+        name = "secure aggregation" if secure else "plain"
+        print(f"| {name} | {statistics.mean(sizes):.0f} | {statistics.median(seconds):.1f} |")
+
+
+def deployed(rounds: int, supernodes: int, *, secure: bool) -> Run:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = Deployment(
+            nodes=supernodes,
+            folder=tempfile.mkdtemp() + "/run",
+            round_s=300.0,
+            secure_aggregation=secure,
+        )
+        config = run_config(Experiment(rounds=rounds).changed({"merge.rules": []}), settings)
+        app = write_app(folder / "app", config)
+        with Loopback(folder / "network") as network_:
+            for number in range(supernodes):
+                node = {"partition-id": number, "num-partitions": supernodes}
+                network_.start_node(f"supernode{number}", node)
+            await_run(network_, network_.submit(app), Path(settings.folder))
+    return Run.open(settings.folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["noise", "masks"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--supernodes", type=int, default=4)
+    options = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent))
+    if options.what == "noise":
+        noise(options.seeds)
+    else:
+        masks(options.rounds, options.supernodes)
+
+
+if __name__ == "__main__":
+    main()
