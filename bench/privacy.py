@@ -29,7 +29,7 @@ from cocofl.flower.loopback import Loopback
 from cocofl.flower.settings import Deployment, run_config, write_app
 from cocofl.flower.trial import await_run
 
-NOISES = (0.0, 0.01, 1.0, 2.0, 4.0)
+NOISES = (0.0, 0.01, 1.0, 2.0, 4.0, 8.0)
 """0 is without privacy, 0.01 clips and hardly adds noise."""
 EXPERIMENTS: dict[str, dict[str, Any]] = {
     "fedavg-full, 2 410 parameters, no norms": {
