@@ -61,7 +61,7 @@ def test_a_device_that_fails_after_it_has_shared_is_recovered_from(tmp_path: Pat
         assert "gone, after its secrets were shared" in record.reasons[0][1]
 
     there = {number: flower_grid.device(number, 4) for number in (1, 2, 3)}
-    alike = {**CONFIG, "flower.nodes": 3, "flower.round_s": 1.0}
+    alike = {**CONFIG, "merge.rules": "[]", "flower.nodes": 3, "flower.round_s": 1.0}
     plain, _, _ = flower_grid.play(tmp_path / "plain", there, alike)
     assert run.state.keys() == plain.keys()
     for key, tensor in plain.items():

@@ -27,11 +27,12 @@ TINY = {
     "training.batch": 16,
     "evaluation.every": 1,
     "engine.kernels": "reference",
+    "merge.rules": "[]",
     "flower.nodes": 4,
     "flower.round_s": 0.05,
     "flower.wait_s": 0.01,
 }
-SECURE = {**TINY, "flower.secure_aggregation": True}
+SECURE = {**TINY, "merge.rules": '["auto"]', "flower.secure_aggregation": True}
 WEAK = dict.fromkeys(("time", "memory", "upload"), 0.4)
 
 

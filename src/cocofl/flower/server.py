@@ -41,6 +41,7 @@ from cocofl.flower.settings import (
     check_experiment,
     check_privacy,
     read_run_config,
+    with_sensible_rules,
 )
 from cocofl.flower.updates import Contract, Request
 from cocofl.freeze import KernelPlan
@@ -110,6 +111,7 @@ class Server(Executor):
     def __init__(self, grid: Grid, experiment: Experiment, deployment: Deployment) -> None:
         super().__init__()
         check_experiment(experiment)
+        experiment = with_sensible_rules(experiment, deployment)
         self._grid, self._deployment = grid, deployment
         # Who the devices are, and what they have, is not for the server to say.
         self.setup = Setup(alike_devices(experiment, 1).changed({"data.split": "iid"}))

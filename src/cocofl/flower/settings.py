@@ -22,6 +22,7 @@ from cocofl.config import Experiment, from_table, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem
 from cocofl.fl.codec import Codec
 from cocofl.fl.merge import Mean, Merge, ServerOptimizer
+from cocofl.fl.rules import AUTO
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import BLOCKS
 from cocofl.flower.secure_updates import MOST_SAMPLES
@@ -207,6 +208,14 @@ def check_privacy(
             f"flower.secure_aggregation is on, but flower.max_samples is {deployment.max_samples}; "
             f"sums are of at most {MOST_SAMPLES} per device"
         )
+
+
+def with_sensible_rules(experiment: Experiment, deployment: Deployment) -> Experiment:
+    """The same with the plain mean for ``auto``, where nobody compares single devices."""
+    hides = experiment.privacy.is_on or deployment.secure_aggregation
+    if not hides or AUTO not in experiment.merge.rules:
+        return experiment
+    return experiment.changed({"merge.rules": []})
 
 
 def sums_suffice(merge: Merge) -> bool:
