@@ -2,29 +2,36 @@
 
     python bench/privacy.py noise --seeds 3
     python bench/privacy.py masks --rounds 5 --supernodes 4
+    python bench/privacy.py stages
 
 ``noise`` simulates digits on many devices: a small network without norms that all devices train
 as a whole, and CoCoFL on one with BatchNorm. ``masks`` plays the quick start on a SuperLink and
 SuperNodes on loopback, plainly and with secure aggregation, and leaves out the first round, in
-which devices prepare.
+which devices prepare. ``stages`` plays the protocol alone, without a network, and tells processor
+time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from cocofl.config import Experiment
 from cocofl.experiment import Run, simulate
+from cocofl.flower import secure_sum
 from cocofl.flower.loopback import Loopback
+from cocofl.flower.secure_sum import Numbers, SecureSum, Terms
 from cocofl.flower.settings import Deployment, run_config, write_app
 from cocofl.flower.trial import await_run
 
@@ -123,9 +130,57 @@ def deployed(rounds: int, supernodes: int, *, secure: bool) -> Run:
     return Run.open(settings.folder)
 
 
+def stages() -> None:
+    """What the protocol takes beside training, by devices and numbers."""
+    print("| devices | numbers | a device's seconds | the server's | besides the numbers, kB up |")
+    print("| --: | --: | --: | --: | --: |")
+    for devices, size in itertools.product((4, 10, 30), (100_000, 1_000_000)):
+        terms = Terms((size // 8,) * 8 + (2,))
+        numbers = {block: np.ones(n, np.uint64) for block, n in enumerate(terms.sizes)}
+        of_devices, of_server, size_up = play_protocol(terms, devices, numbers)
+        print(
+            f"| {devices} | {size} | {of_devices:.2f} | {of_server:.2f} | {size_up / 1000:.1f} |",
+            flush=True,
+        )
+
+
+def play_protocol(
+    terms: Terms, devices: int, numbers: Mapping[int, Numbers]
+) -> tuple[float, float, float]:
+    """A device's and the server's processor time, and the bytes that masks cost; one leaves."""
+    server, begin = SecureSum(terms), time.process_time()
+    kept, offers = {}, {}
+    for node in range(devices):
+        kept[node], offers[node] = secure_sum.offer(terms, range(len(terms.sizes)))
+    offered = time.process_time()
+    roster = server.enrol(offers)
+    enrolled, shares = time.process_time(), {}
+    for node in range(devices):
+        kept[node], shares[node] = secure_sum.share(terms, kept[node], roster)
+    shared = time.process_time()
+    parcels = server.route(shares)
+    routed, masked = time.process_time(), {}
+    for node in range(1, devices):
+        kept[node], masked[node] = secure_sum.mask(terms, kept[node], parcels[node], numbers)
+    hidden = time.process_time()
+    for node, content in masked.items():
+        server.add(node, content)
+    survivors = server.survivors()
+    added, reveals = time.process_time(), {}
+    for node in masked:
+        kept[node], reveals[node] = secure_sum.reveal(terms, kept[node], survivors)
+    revealed = time.process_time()
+    server.open(reveals)
+    opened = time.process_time()
+    by_devices = (offered - begin) + (shared - enrolled) + (hidden - routed) + (revealed - added)
+    by_server = (enrolled - offered) + (routed - shared) + (added - hidden) + (opened - revealed)
+    besides = len(offers[1]) + len(shares[1]) + len(reveals[1])
+    return by_devices / devices, by_server, besides
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["noise", "masks"])
+    parser.add_argument("what", choices=["noise", "masks", "stages"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--supernodes", type=int, default=4)
@@ -133,6 +188,8 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     if options.what == "noise":
         noise(options.seeds)
+    elif options.what == "stages":
+        stages()
     else:
         masks(options.rounds, options.supernodes)
 

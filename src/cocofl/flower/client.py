@@ -2,19 +2,19 @@
 
 Its node config says what it has and where its data is; none of that leaves the device.
 
-============== ===================================================================================
-time           what it may spend: a fraction of full training on its own data, or "30s" per round
-memory         a fraction, or "200MB"
-upload         a fraction, or "1MB"
-budget-file    instead of these a TOML file with the same keys, read anew every round
-profile        the profile table made on this device, or measured:NAME; default: counted, analytic
-data-dir       the folder that the data function is given
-partition-id   with num-partitions: this device has one part of the data that everybody has
-threads        with how many threads it trains; default: what the table was measured with, or 1
-kernels        int8 kernels, if not those that are fastest here
-secure-aggregation  true: never send an update but behind masks (docs/privacy.md)
-trust          modules of which the server may name functions: "task other_module"; default: none
-============== ===================================================================================
+================== ===============================================================================
+time               what it may spend: a fraction of full training on its data, or "30s" per round
+memory             a fraction, or "200MB"
+upload             a fraction, or "1MB"
+budget-file        instead of these a TOML file with the same keys, read anew every round
+profile            the profile table made on this device, or measured:NAME; default: counted
+data-dir           the folder that the data function is given
+partition-id       with num-partitions: this device has one part of the data that everybody has
+threads            with how many threads it trains; default: what the table was measured with, or 1
+kernels            int8 kernels, if not those that are fastest here
+secure-aggregation true: never send an update but behind masks (docs/privacy.md)
+trust              modules of which the server may name functions: "task other"; default: none
+================== ===============================================================================
 """
 
 from __future__ import annotations
