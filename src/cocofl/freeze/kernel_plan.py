@@ -22,11 +22,12 @@ from cocofl.freeze.kernels import (
     LinearMap,
     Prepared,
     available,
+    disagreement,
     kernel,
     leave_out,
 )
 from cocofl.freeze.layout import channels_last
-from cocofl.numerics import Codes, Grid
+from cocofl.numerics import Codes, Grid, as_float
 
 _REPEATS = 7
 _FORMAT = "cocofl kernel plan 1"
@@ -93,16 +94,20 @@ def fastest(linear_map: LinearMap) -> str:
     random = torch.Generator(device).manual_seed(0)
     values = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=random)
     x, out = Codes(channels_last(values), Grid(0.02, zero)), Grid(0.02, 0)
-    ready: dict[str, Prepared] = {}
+    ready: dict[str, Prepared] = {REFERENCE.name: REFERENCE.prepare(linear_map)}
+    truth = as_float(ready[REFERENCE.name](x, None, None))
     for k in available(device):
         try:
-            ready[k.name] = k.prepare(linear_map)
+            run = k.prepare(linear_map)
             # This warms up, too: packing, code generation, page faults.
-            _seconds(ready[k.name], x, out)
+            if problem := disagreement(k, as_float(run(x, None, None)), truth):
+                leave_out(k.name, f"{problem} at {linear_map.signature}")
+                continue
+            _seconds(run, x, out)
+            ready[k.name] = run
         except Exception as error:
             if k is REFERENCE:
                 raise
-            ready.pop(k.name, None)
             leave_out(k.name, f"{type(error).__name__}: {error}")
     times: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(_REPEATS):
