@@ -252,7 +252,9 @@ def second_opinion(chain: BlockChain, state: Tensors, payload: bytes) -> str:
     if not 1 <= about["samples"] <= MAX_SAMPLES or not math.isfinite(about["loss"]):
         return "samples or loss"
     scales = tensors.get("scales", torch.ones(0))
-    if len(scales) != bin(int(about["scales"], 16)).count("1") or not bool((scales > 0).all()):
+    if len(scales) != bin(int(about["scales"], 16)).count("1") or not bool(
+        ((scales >= 1e-20) & (scales <= 1e6)).all()
+    ):
         return "scales"
     if not all(bool(torch.isfinite(t).all()) for t in tensors.values()):
         return "not finite"

@@ -424,7 +424,7 @@ def _kill_app(network: Loopback, group: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Play what is asked for; 0 if all went well."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("kills", "soak"))
+    parser.add_argument("what", nargs="?", choices=("all", "kills", "soak"), default="all")
     parser.add_argument("--count", type=int, default=50, help="how many runs are killed")
     parser.add_argument("--rounds", type=int, default=200, help="of the soak in one process")
     parser.add_argument("--throws", type=int, default=12, help="how often its server is thrown out")
@@ -434,10 +434,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
-    if options.what == "kills":
-        return int(not kills(options.count, options.seed))
-    good = soak(options.rounds, options.seed, options.throws) if options.rounds else True
-    if options.over_sockets:
+    good = True
+    if options.what != "soak":
+        good &= kills(options.count, options.seed)
+    if options.what != "kills" and options.rounds:
+        good &= soak(options.rounds, options.seed, options.throws)
+    if options.what != "kills" and options.over_sockets:
         good &= soak_over_sockets(
             options.over_sockets, options.seed, options.round_s, options.secure
         )

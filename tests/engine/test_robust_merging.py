@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.hostile_attacks import DEPLOYED, PLAIN, accuracy
 from torch import nn
 
 from cocofl import Experiment, Run, simulate
@@ -106,3 +107,13 @@ def test_a_strategy_that_cannot_use_rules_says_so(tmp_path: Path) -> None:
     own = experiment({"name": f"{__name__}:mine"}, rules=["median"])
     with pytest.raises(InvalidExperiment, match=r"merge\.rules cannot be used: Mine"):
         simulate(own, out=tmp_path, executor=InProcess())
+
+
+def test_one_device_of_four_cannot_ruin_the_model() -> None:
+    """The short part of ``bench/hostile.py attacks``."""
+    plain, default, without = (
+        accuracy("digits", hostile, 4, "scaled ×50", merging, "", rounds=5)
+        for hostile, merging in ((1, PLAIN), (1, DEPLOYED), (0, DEPLOYED))
+    )
+    assert plain < 0.5 < without
+    assert default > without - 0.1

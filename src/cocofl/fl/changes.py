@@ -105,9 +105,10 @@ def sizes_of(state: ServerState, groups: Iterable[Group]) -> dict[Group, float]:
 def usual_sizes(state: ServerState, devices: Sequence[Changes]) -> dict[Group, float]:
     """How far a round's devices move each group, usually: the lower median of those who do.
 
-    A block may have been trained by few, most of them hostile. So it is at most a few times the
-    part of its own size by which devices move whatever they train: the median of each device's
-    median, so that who sends many blocks has no more say. Of fewer than three it is just that.
+    A block may have been trained by few, most of them hostile. So it is at most a few times what
+    is typical: the part of its own size by which devices move whatever they train, as the median of
+    each device's median, so that who sends many blocks has no more say. Who trains a block alone
+    has nobody to be compared with, and then what is typical is usual.
     """
     senders: dict[Group, list[float]] = {}
     for changes in devices:
@@ -123,6 +124,6 @@ def usual_sizes(state: ServerState, devices: Sequence[Changes]) -> dict[Group, f
         typical = median_low(medians) if medians else 0.0
         for group, sizes in senders.items():
             if group.learned == learned:
-                most = SPREAD * typical * old[group]
-                usual[group] = min(median_low(sizes), most) if len(sizes) >= ENOUGH else most
+                most = typical * old[group]
+                usual[group] = min(median_low(sizes), SPREAD * most) if len(sizes) > 1 else most
     return usual

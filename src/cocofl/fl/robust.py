@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cocofl.fl.changes import Changes, changes_of, flat, usual_sizes
-from cocofl.fl.rules import Ballot, Rules, capped, median
+from cocofl.fl.changes import ENOUGH, Changes, changes_of, flat, usual_sizes
+from cocofl.fl.rules import Ballot, Rules, capped, median, most_hostile
 from cocofl.fl.state import Contribution, Group, Part, Piece, ServerState, Tensors
 from cocofl.span import Blocks
 
+# Where most agree less than this, they do not agree on a direction that one could oppose.
+_CONSENSUS = 0.1
 # A scale that nobody knows yet is taken from so many who agree; until then it is computed anew.
 _WITNESSES = 2
 
@@ -74,9 +76,12 @@ class MergedByRules:
         for name in self._sent:
             for piece in self._state.layout.pieces(name):
                 groups.setdefault(piece.group, []).append((name, piece))
+        groups = {group: pieces for group, pieces in groups.items() if group in usual}
+        kept = torch.ones_like(weights)
+        if self._rules.agreement:
+            kept[self._left_out(moved, [p for group, p in groups.items() if group.learned])] = 0.0
         for group, pieces in groups.items():
-            if group in usual:
-                self._move(moved, pieces, weights, usual[group])
+            self._move(moved, pieces, weights, kept, usual[group])
         merged = dict(self._state.parts)
         for name, values in moved.items():
             merged[name] = values.to(merged[name].dtype).reshape(merged[name].shape)
@@ -90,17 +95,14 @@ class MergedByRules:
         moved: Tensors,
         pieces: Sequence[tuple[str, Piece]],
         weights: Tensor,
+        kept: Tensor,
         usual: float,
     ) -> None:
         """Let the tensors of one group be what those who trained it agree on."""
-        devices = sorted(
-            {d for name, piece in pieces for d, one in self._sent[name].items() if one.has(piece)}
-        )
-        stacks = [self._stack(moved[name], name, piece, devices) for name, piece in pieces]
-        changes, votes = (torch.cat(some, 1) for some in zip(*stacks, strict=True))
-        weights, some = weights.to(changes.device), votes.any(1)
-        counts = (votes * weights[devices, None])[some]
-        agreed = self._rules(Ballot(changes[some], counts, usual))
+        devices, changes, votes = self._group(moved, pieces)
+        weights, kept = weights.to(changes.device), kept.to(changes.device)
+        counts = votes * weights[devices, None]
+        agreed = self._rules(Ballot(changes, counts * kept[devices, None], usual))
         if self._over_everyone:
             agreed = agreed * (counts.sum(0) / weights.sum())
         at = 0
@@ -109,6 +111,36 @@ class MergedByRules:
             after = before + agreed[at : at + len(before)]
             at += len(before)
             moved[name][piece.where] = self._bounded(after, before, piece)
+
+    def _left_out(self, now: Tensors, groups: Sequence[Sequence[tuple[str, Piece]]]) -> list[int]:
+        """Who agrees least with the others: some of those who agree far less than is usual.
+
+        How well a device agrees in a block is the median of its cosines with the others there.
+        """
+        own, usual = torch.zeros(2, len(self._samples), dtype=torch.float64)
+        for pieces in groups:
+            devices, changes, votes = self._group(now, pieces)
+            if len(devices) >= ENOUGH:
+                cosines = _cosines(changes * votes).cpu().fill_diagonal_(torch.nan)
+                medians = cosines.nanquantile(0.5, dim=1)
+                own[devices] += medians
+                usual[devices] += max(float(medians.quantile(0.5)), _CONSENSUS)
+        agreement = torch.where(usual > 0, own / usual, 1.0)
+        least = agreement.argsort(stable=True)[: most_hostile(len(own), self._rules.trim)]
+        return [d for d in least.tolist() if agreement[d] < self._rules.agreement]
+
+    def _group(
+        self, now: Tensors, pieces: Sequence[tuple[str, Piece]]
+    ) -> tuple[list[int], Tensor, Tensor]:
+        """Who has something of a group; (device, element): how they change it, and what counts."""
+        senders = sorted(
+            {d for name, piece in pieces for d, one in self._sent[name].items() if one.has(piece)}
+        )
+        stacks = [self._stack(now[name], name, piece, senders) for name, piece in pieces]
+        changes, votes = (torch.cat(some, 1) for some in zip(*stacks, strict=True))
+        has = votes.any(1)
+        devices = [device for device, some in zip(senders, has.tolist(), strict=True) if some]
+        return devices, changes[has], votes[has]
 
     def _stack(
         self, now: Tensor, name: str, piece: Piece, devices: Sequence[int]
@@ -158,3 +190,9 @@ class MergedByRules:
         agree = has & (values <= found * bound) & (values * bound >= found)
         witnesses = agree.sum(0)
         return (witnesses >= min(_WITNESSES, len(self._samples))) & (2 * witnesses > has.sum(0))
+
+
+def _cosines(changes: Tensor) -> Tensor:
+    """Of every two rows."""
+    rows = changes / changes.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return rows @ rows.T

@@ -101,7 +101,7 @@ def krum(ballot: Ballot, trim: float = 0.3) -> Ballot:
     (*multi-Krum*).
     """
     devices = len(ballot.changes)
-    hostile = min(int(trim * devices + 0.5), (devices - 1) // 2)
+    hostile = most_hostile(devices, trim)
     if not hostile:
         return ballot
     has = (ballot.weights > 0).double()
@@ -114,6 +114,15 @@ def krum(ballot: Ballot, trim: float = 0.3) -> Ballot:
     keeps = torch.zeros(devices, 1, dtype=torch.float64, device=chosen.device)
     keeps[chosen] = 1.0
     return ballot._replace(weights=ballot.weights * keeps)
+
+
+def most_hostile(devices: int, trim: float) -> int:
+    """How many of so many devices a share is, and less than half.
+
+    >>> [most_hostile(n, 0.3) for n in (2, 3, 4, 6, 10)]
+    [0, 1, 1, 2, 3]
+    """
+    return min(int(trim * devices + 0.5), (devices - 1) // 2)
 
 
 def capped(weights: Sequence[float], share: float) -> list[float]:
@@ -150,12 +159,15 @@ class Merging:
     rules: tuple[str, ...] = (AUTO,)
     """In their order; none for the plain mean. ``auto`` is that in simulation, and
     :data:`DEPLOYED` where devices are on a network."""
-    clip: float = 1.0
+    clip: float = 2.0
     """``norm-clip``: the largest change of a block, in multiples of what is usual in the round."""
     trim: float = 0.3
-    """``trimmed-mean``: the share of the weight that goes at either end. ``krum``: of devices."""
+    """``trimmed-mean``: the share of the weight that goes at either end. ``krum``, ``agreement``:
+    the share of devices that are left out at most."""
     share: float = 1.0
     """No device has more of the weight than this; 0 for the same weight for all."""
+    agreement: float = 0.0
+    """Devices that agree less with others than this part of what is usual are left out."""
     bound: float = 4.0
     """With rules, the largest factor by which a round moves a scale or a variance."""
 
@@ -163,6 +175,7 @@ class Merging:
         check_number("merge.clip", self.clip, above=0)
         check_number("merge.trim", self.trim, least=0, below=0.5)
         check_number("merge.share", self.share, least=0, most=1)
+        check_number("merge.agreement", self.agreement, least=0, most=1)
         check_number("merge.bound", self.bound, above=1)
         if AUTO in self.rules and len(self.rules) > 1:
             raise InvalidExperiment(
@@ -174,21 +187,27 @@ class Merging:
         """What ``auto`` is where devices are on a network."""
         if self.rules != (AUTO,):
             return self
-        return replace(self, rules=DEPLOYED.rules, share=min(self.share, DEPLOYED.share))
+        return replace(
+            self,
+            rules=DEPLOYED.rules,
+            share=min(self.share, DEPLOYED.share),
+            agreement=max(self.agreement, DEPLOYED.agreement),
+        )
 
     def made(self) -> Rules | None:
         """The rules that the names stand for; None where what is merged is the plain mean."""
         names = () if self.rules == (AUTO,) else self.rules
-        if not names and self.share == 1:
+        if not names and self.share == 1 and not self.agreement:
             return None
-        return Rules(tuple(self._rule(name) for name in names), self.share, self.bound)
+        made = tuple(self._rule(name) for name in names)
+        return Rules(made, self.share, self.agreement, self.trim, self.bound)
 
     def _rule(self, name: str) -> Rule:
         found: Any = lookup(name, RULES, "rule of merging", InvalidExperiment)
         return found(self) if name in RULES else partial(_own, name, found)
 
 
-DEPLOYED = Merging(("norm-clip", "trimmed-mean"), share=0.0)
+DEPLOYED = Merging(("norm-clip",), share=0.0, agreement=0.6)
 """What a deployment does if nothing else is said; ``docs/robust-merging.md`` says why."""
 
 
@@ -198,6 +217,8 @@ class Rules:
 
     rules: tuple[Rule, ...] = ()
     share: float = 1.0
+    agreement: float = 0.0
+    trim: float = Merging.trim
     bound: float = Merging.bound
 
     def __call__(self, ballot: Ballot) -> Tensor:

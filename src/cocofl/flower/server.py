@@ -114,7 +114,8 @@ class Server(Executor):
         experiment = with_sensible_rules(experiment, deployment)
         self._grid, self._deployment = grid, deployment
         # Who the devices are, and what they have, is not for the server to say.
-        self.setup = Setup(alike_devices(experiment, 1).changed({"data.split": "iid"}))
+        own = replace(alike_devices(experiment, 1), merge=experiment.merge.deployed)
+        self.setup = Setup(own.changed({"data.split": "iid"}))
         self._contract = Contract(
             self.setup.chain,
             self.setup.trainer.codec,
