@@ -21,6 +21,7 @@ from cocofl.files import parsed_toml, read_limited
 from cocofl.fl.codec import Upload
 from cocofl.fl.federation import Faults
 from cocofl.fl.metrics import Evaluation
+from cocofl.fl.privacy import Privacy
 from cocofl.fl.rules import Merging
 from cocofl.fl.training import Training
 from cocofl.freeze import backend_names
@@ -149,6 +150,7 @@ class Experiment:
     merge: Merging = field(default_factory=Merging)
     evaluation: Evaluation = field(default_factory=Evaluation)
     faults: Faults = field(default_factory=Faults)
+    privacy: Privacy = field(default_factory=Privacy)
     tables: TableSettings = field(default_factory=TableSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
 

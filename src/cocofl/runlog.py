@@ -112,6 +112,8 @@ class RoundRecord:
     """Of every update that was merged, where devices are on a network."""
     quarantined: Sequence[int] | None = None
     """Nodes that were there and were not asked for what they sent before."""
+    epsilon: float | None = None
+    """What all rounds so far come to, where there is privacy."""
 
     def count(self, fate: str) -> int:
         """How many devices that became of."""
@@ -125,7 +127,7 @@ class RoundRecord:
         for key in ("reasons", "figures"):
             own[key] = None if own[key] is None else [list(one) for one in own[key]]
         return {
-            **{k: own[k] for k in _OWN_KEYS if k not in _ON_A_NETWORK or own[k] is not None},
+            **{k: own[k] for k in _OWN_KEYS if k not in _NOT_ALWAYS or own[k] is not None},
             **self.scores,
             **{_OTHER[kind]: dict(found) for kind, found in self.other_scores.items()},
         }
@@ -134,7 +136,7 @@ class RoundRecord:
     def from_json(cls, line: Mapping[str, Any], where: str) -> RoundRecord:
         """A line of ``metrics.jsonl``, which anybody may have made; ``where`` it stands."""
         for key, check in _OWN_KEYS.items():
-            if key not in line and key not in _ON_A_NETWORK:
+            if key not in line and key not in _NOT_ALWAYS:
                 raise RunFolderProblem(f"{where} lacks {key!r}")
             if key in line and not check(line[key]):
                 raise RunFolderProblem(f"{where}: {key!r} is {in_short(line[key])}")
@@ -206,9 +208,10 @@ def _are_devices(value: Any) -> bool:
     return False
 
 
-_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss")
+_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss", "epsilon")
+_SHAPES = (int, float, Amount, int, int, float | None, Amount)
 _OWN_KEYS: dict[str, Check] = {
-    **dict(zip(_FIGURES, map(check_of, (int, float, Amount, int, int, float | None)), strict=True)),
+    **dict(zip(_FIGURES, map(check_of, _SHAPES), strict=True)),
     **dict.fromkeys(FATES, check_of(int)),
     "devices": _are_devices,
     "reasons": check_of(list[tuple[int, str]]),
@@ -216,7 +219,8 @@ _OWN_KEYS: dict[str, Check] = {
     "quarantined": check_of(list[int]),
 }
 """What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
-_ON_A_NETWORK = ("bytes_broadcast", "reasons", "figures", "quarantined")
+_NOT_ALWAYS = ("bytes_broadcast", "reasons", "figures", "quarantined", "epsilon")
+"""The last where there is privacy, the others on a network."""
 _OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
 _are_seconds = check_of(Amount)
 _are_scores = check_of(dict[str, Score | list[Score] | dict[str, Score]])
