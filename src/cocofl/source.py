@@ -5,10 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 COMMIT_VARIABLE = "COCOFL_COMMIT"
 """Says the commit where the source was copied without its history."""
+
+
+@cache
+def source_version() -> str:
+    """The installed version; of a source tree that is not installed, that it is one."""
+    try:
+        return version("cocofl")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 @cache

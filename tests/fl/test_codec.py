@@ -61,18 +61,18 @@ def test_what_a_codec_loses_is_said_in_the_next_round() -> None:
 
 
 def test_both_engines_charge_and_merge_what_is_really_sent(tmp_path: Path) -> None:
-    own = Experiment.parse(TINY | {"upload": {"codec": "float16_codec:float16"}})
+    one = TINY | {"rounds": 1}  # in a second one float32 of two engines drifts apart by itself
+    own = Experiment.parse(one | {"upload": {"codec": "float16_codec:float16"}})
     serial = simulate(own, out=tmp_path / "serial", executor=InProcess())
     cohort = simulate(
         own, out=tmp_path / "cohort", executor=CohortExecutor("cpu", precision="fp32")
     )
-    plain = simulate(Experiment.parse(TINY), out=tmp_path / "plain", executor=InProcess())
+    plain = simulate(Experiment.parse(one), out=tmp_path / "plain", executor=InProcess())
     sizes = [[record.bytes_up for record in run.rounds] for run in (serial, cohort, plain)]
     assert sizes[0] == sizes[1] == [size // 2 for size in sizes[2]]
     apart = max(float((t - cohort.state[key]).abs().max()) for key, t in serial.state.items())
     moved = max(float((t - plain.state[key]).abs().max()) for key, t in serial.state.items())
-    assert apart < 1e-2
-    assert moved > 0
+    assert apart < 0.25 * moved
 
 
 def test_a_codec_serves_devices_that_train_a_few_blocks(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from cocofl import BlockChain, Role, Span, all_spans, chain_state, freeze, split
 from cocofl.freeze import Network, lowering
 from cocofl.freeze.kernels import KERNELS, safe_weight_bits
+from cocofl.freeze.layout import enough_channels
 from tests.freeze.networks import NETWORKS
 
 BACKENDS = [name for name in ("reference", "onednn") if KERNELS[name].missing() is None]
@@ -116,6 +117,17 @@ class Case:
     def spans(self) -> list[Span]:
         return some_spans(len(self.chain))
 
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether plain PyTorch may run it in that layout (see ``freeze/layout.py``)."""
+        return not any(
+            isinstance(module, nn.Conv2d)
+            and module.kernel_size == (1, 1)
+            and max(module.stride) > 1
+            and module.in_channels < enough_channels()
+            for module in self.copy.modules()
+        )
+
     def keys(self, span: Span) -> set[str]:
         return {key for i in range(span.start, span.stop) for key in self.chain.block_keys(i)}
 
@@ -130,12 +142,14 @@ class Case:
             trained = span.role(index) is Role.TRAINED
             block.requires_grad_(trained).train(trained or not evaluate)
         self.copy.zero_grad()
-        try:  # channels last, so that dropout draws the same elements
-            self.copy.to(memory_format=torch.channels_last)
-            return step(self.copy, tuple(map(channels_last, self.inputs)), self.keys(span))
-        except RuntimeError:  # but ``view`` asks for channels first
-            self.copy.to(memory_format=torch.contiguous_format)
-            return step(self.copy, self.inputs, self.keys(span))
+        if self.is_channels_last:
+            try:  # channels last, so that dropout draws the same elements
+                self.copy.to(memory_format=torch.channels_last)
+                return step(self.copy, tuple(map(channels_last, self.inputs)), self.keys(span))
+            except RuntimeError:  # but ``view`` asks for channels first
+                pass
+        self.copy.to(memory_format=torch.contiguous_format)
+        return step(self.copy, self.inputs, self.keys(span))
 
     def measured(self) -> dict[str, Tensor]:
         """The state with the scales that training all of the chain measures."""
@@ -188,7 +202,9 @@ def test_the_chain_computes_what_the_model_computes(name):
 def test_freezing_alone_equals_plain_pytorch(name):
     for span in case(name).spans:
         expected = case(name).plain(span, evaluate=False)
-        assert_close(case(name).frozen(span, variant="f"), expected, 1e-6)
+        # Blocks in another layout than the model's sum in another order.
+        tolerance = 1e-6 if case(name).is_channels_last else 5e-5
+        assert_close(case(name).frozen(span, variant="f"), expected, tolerance)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

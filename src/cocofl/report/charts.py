@@ -240,7 +240,8 @@ def nodes_chart(histories: Sequence[NodeHistory]) -> tuple[go.Figure, str]:
         hovertemplate="<b>node %{text}</b> stood out<br>round %{x}: %{y:.3g} ×<extra></extra>",
     )
     figure.update_xaxes(title="round", rangemode="tozero")
-    figure.update_yaxes(title="norm of the change / median", type="log")
+    ticks = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
+    figure.update_yaxes(title="norm of the change / median", type="log", tickvals=ticks)
     left = len(measured) - NODES
     return figure, f"{left} nodes that stand out less are not drawn. " if left > 0 else ""
 
