@@ -109,6 +109,32 @@ def made_up_run(folder: Path, strategy: str, split: str, seed: int, rounds: int)
     (folder / "about.json").write_text(json.dumps(about))
 
 
+def made_up_deployment(folder: Path, rounds: int, reason: str) -> None:
+    """A run of four nodes, of which the last is an outlier, then refused, then quarantined."""
+    made_up_run(folder, "cocofl", "rc", 0, rounds)
+    rng, nodes = np.random.default_rng(0), [11, 12, 2**40, 2**64 - 1]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        number = line["round"]
+        held = number > 9
+        is_far, is_refused = number % 3 == 0, number % 3 == 2
+        fates = dict.fromkeys(nodes[: 3 if held else 4], "merged")
+        fates |= {nodes[3]: "rejected"} if is_refused and not held else {}
+        line["devices"] = [[node, "", f"0:{BLOCKS}", fate] for node, fate in fates.items()]
+        line["figures"] = [
+            [node, 400, round(float(rng.uniform(0.4, 0.6)), 4), 1.5, ratio, 1.1, ratio > 20]
+            for node, fate in fates.items()
+            if fate == "merged"
+            for ratio in [40.0 if node == nodes[3] and is_far else float(rng.uniform(0.5, 2))]
+        ]
+        line["reasons"] = [[node, reason] for node, fate in fates.items() if fate == "rejected"]
+        if held:
+            line["quarantined"] = [nodes[3]]
+        for fate in ("merged", "rejected", "lost"):
+            line[fate] = list(fates.values()).count(fate)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def _device(rng: np.random.Generator, strategy: str, fate: str) -> list[object]:
     group = int(rng.integers(3))
     if strategy == "centralized":

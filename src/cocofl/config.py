@@ -21,6 +21,8 @@ from cocofl.files import parsed_toml, read_limited
 from cocofl.fl.codec import Upload
 from cocofl.fl.federation import Faults
 from cocofl.fl.metrics import Evaluation
+from cocofl.fl.privacy import Privacy
+from cocofl.fl.rules import Merging
 from cocofl.fl.training import Training
 from cocofl.freeze import backend_names
 from cocofl.named import names_in, nearest, user_file
@@ -145,8 +147,10 @@ class Experiment:
     strategy: StrategySettings = field(default_factory=StrategySettings)
     training: Training = field(default_factory=Training)
     upload: Upload = field(default_factory=Upload)
+    merge: Merging = field(default_factory=Merging)
     evaluation: Evaluation = field(default_factory=Evaluation)
     faults: Faults = field(default_factory=Faults)
+    privacy: Privacy = field(default_factory=Privacy)
     tables: TableSettings = field(default_factory=TableSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
 

@@ -71,6 +71,21 @@ class DeviceRecord(NamedTuple):
     fate: str
 
 
+class DeviceFigures(NamedTuple):
+    """How an update that was merged looks beside the others of its round."""
+
+    device: int
+    samples: int
+    loss: float
+    norm: float
+    """Of the change that it sent."""
+    against_median: float
+    """Its norm over the median norm, in that block where this is largest."""
+    scale_change: float
+    """The largest factor by which it moves a known scale, up or down; 1 where it moves none."""
+    outlier: bool
+
+
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
     """What is to be known of a round; every figure has its one definition here."""
@@ -93,6 +108,12 @@ class RoundRecord:
     """The size of all that devices were sent, where they are on a network."""
     reasons: Sequence[tuple[int, str]] | None = None
     """Why updates were refused or did not come, where devices are on a network."""
+    figures: Sequence[DeviceFigures] | None = None
+    """Of every update that was merged, where devices are on a network."""
+    quarantined: Sequence[int] | None = None
+    """Nodes that were there and were not asked for what they sent before."""
+    epsilon: float | None = None
+    """What all rounds so far come to, where there is privacy."""
 
     def count(self, fate: str) -> int:
         """How many devices that became of."""
@@ -103,9 +124,10 @@ class RoundRecord:
         own = {key: getattr(self, key) for key in _OWN_KEYS if key not in FATES}
         own |= {fate: self.count(fate) for fate in FATES}
         own["devices"] = [list(one) for one in self.devices]
-        own["reasons"] = None if self.reasons is None else [list(pair) for pair in self.reasons]
+        for key in ("reasons", "figures"):
+            own[key] = None if own[key] is None else [list(one) for one in own[key]]
         return {
-            **{k: own[k] for k in _OWN_KEYS if k not in _ON_A_NETWORK or own[k] is not None},
+            **{k: own[k] for k in _OWN_KEYS if k not in _NOT_ALWAYS or own[k] is not None},
             **self.scores,
             **{_OTHER[kind]: dict(found) for kind, found in self.other_scores.items()},
         }
@@ -114,7 +136,7 @@ class RoundRecord:
     def from_json(cls, line: Mapping[str, Any], where: str) -> RoundRecord:
         """A line of ``metrics.jsonl``, which anybody may have made; ``where`` it stands."""
         for key, check in _OWN_KEYS.items():
-            if key not in line and key not in _ON_A_NETWORK:
+            if key not in line and key not in _NOT_ALWAYS:
                 raise RunFolderProblem(f"{where} lacks {key!r}")
             if key in line and not check(line[key]):
                 raise RunFolderProblem(f"{where}: {key!r} is {in_short(line[key])}")
@@ -124,7 +146,7 @@ class RoundRecord:
         for found in (scores, *others.values()):
             if not _are_scores(found):
                 raise RunFolderProblem(f"{where}: what the model was tested for is not numbers")
-        reasons = line.get("reasons")
+        reasons, of_devices = line.get("reasons"), line.get("figures")
         figures: Record = {key: line.get(key) for key in _FIGURES}
         found = cls(
             **figures,
@@ -132,6 +154,8 @@ class RoundRecord:
             scores=scores,
             other_scores=others,
             reasons=None if reasons is None else [(node, why) for node, why in reasons],
+            figures=None if of_devices is None else [DeviceFigures(*one) for one in of_devices],
+            quarantined=line.get("quarantined"),
         )
         fates = [one.fate for one in found.devices]
         for fate in FATES:
@@ -184,15 +208,19 @@ def _are_devices(value: Any) -> bool:
     return False
 
 
-_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss")
+_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss", "epsilon")
+_SHAPES = (int, float, Amount, int, int, float | None, Amount)
 _OWN_KEYS: dict[str, Check] = {
-    **dict(zip(_FIGURES, map(check_of, (int, float, Amount, int, int, float | None)), strict=True)),
+    **dict(zip(_FIGURES, map(check_of, _SHAPES), strict=True)),
     **dict.fromkeys(FATES, check_of(int)),
     "devices": _are_devices,
     "reasons": check_of(list[tuple[int, str]]),
+    "figures": check_of(list[tuple[int, int, float, float, float, float, bool]]),
+    "quarantined": check_of(list[int]),
 }
 """What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
-_ON_A_NETWORK = ("bytes_broadcast", "reasons")
+_NOT_ALWAYS = ("bytes_broadcast", "reasons", "figures", "quarantined", "epsilon")
+"""The last where there is privacy, the others on a network."""
 _OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
 _are_seconds = check_of(Amount)
 _are_scores = check_of(dict[str, Score | list[Score] | dict[str, Score]])

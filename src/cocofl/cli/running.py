@@ -339,6 +339,7 @@ def _summary(done: Run) -> dict[str, Any]:
         by_group: scores_by_name(scores, by_group),
         "simulated_s": sum(record.simulated_s for record in rounds),
         "bytes_up": sum(record.bytes_up for record in rounds),
+        **({} if rounds[-1].epsilon is None else {"epsilon": rounds[-1].epsilon}),
         **{fate: done.fates[fate] for fate in FATES},
         "tables": done.folder.about["tables"],
     }

@@ -103,6 +103,11 @@ class Run:
         """How many updates were merged, late, lost, rejected, infeasible."""
         return Counter(one.fate for record in self.rounds for one in record.devices)
 
+    @property
+    def is_deployed(self) -> bool:
+        """Whether its devices are on a network, and not simulated."""
+        return any(record.reasons is not None for record in self.rounds)
+
     @cached_property
     def evaluated(self) -> list[RoundRecord]:
         """The records of rounds after which the model was tested."""
@@ -259,10 +264,10 @@ def evaluate_run(
 ) -> Scores:
     """Test a run's model, also on other data or with other statistics (``changes``)."""
     found = Run.open(path)
-    # No strategy is played, and the run's tables may lie on the machine that made it.
-    # So may the GPU that it was made with.
+    # No strategy is played, nothing is merged, and the run's tables may lie on the machine that
+    # made it. So may the GPU that it was made with.
     places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
-    neutral = {**places, "engine.kind": "auto", **(changes or {})}
+    neutral = {**places, "engine.kind": "auto", "merge": {}, **(changes or {})}
     experiment = found.experiment.with_strategy(NEEDS_NOTHING).changed(neutral)
     refuse_untrusted(*experiment.names())  # also for the worker processes
     job = Setup(experiment).job()

@@ -114,7 +114,9 @@ class Trainer:
 
     def server_state(self, tensors: Mapping[str, Tensor]) -> ServerState:
         """A state of this network, in the memory of the CPU."""
-        layout = KeyLayout(self.places, frozenset(parameter_keys(self.model())))
+        blocks = enumerate(self.chain().blocks)
+        block_of = {key: index for index, block in blocks for key in block.state_dict()}
+        layout = KeyLayout(self.places, frozenset(parameter_keys(self.model())), block_of)
         return ServerState.from_flat(tensors).placed(layout)
 
     def train(self, task: Task, state: ServerState) -> Contribution:

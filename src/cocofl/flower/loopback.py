@@ -103,10 +103,15 @@ class Loopback:
         raise DeploymentFailed(f"the SuperLink did not start: see {self.folder}/superlink.log")
 
     def start_node(
-        self, name: str, config: Mapping[str, Any] | None = None, *, key: Path | None = None
+        self,
+        name: str,
+        config: Mapping[str, Any] | None = None,
+        *,
+        key: Path | None = None,
+        program: Sequence[str] = NODE_PROGRAM,
     ) -> subprocess.Popen[bytes]:
         """A SuperNode with its node config; with TLS it needs a key."""
-        words = [*NODE_PROGRAM, "--superlink", f"{_HOST}:{self.port}", *self._node_options]
+        words = [*program, "--superlink", f"{_HOST}:{self.port}", *self._node_options]
         if config:
             pairs = (f"{name}={json.dumps(value)}" for name, value in config.items())
             words += ["--node-config", " ".join(pairs)]

@@ -41,6 +41,8 @@ class Row:
     """How many updates of a run were merged, late, lost, rejected, infeasible; means."""
     complete: int
     """How many of its runs have reached their end."""
+    epsilon: float | None = None
+    """The largest of its runs', where there is privacy."""
 
 
 def summary(line: Line) -> Row:
@@ -62,6 +64,7 @@ def summary(line: Line) -> Row:
         bytes_up=sum(one.bytes_up for run in line.runs for one in run.rounds) / n_runs,
         updates={fate: sum(run.fates[fate] for run in line.runs) / n_runs for fate in FATES},
         complete=sum(run.folder.is_complete for run in line.runs),
+        epsilon=max(run.rounds[-1].epsilon or 0.0 for run in line.runs) or None,
     )
 
 

@@ -74,6 +74,11 @@ class Sources:
         neutral = scene.lines[0].runs[0].experiment.with_strategy(NEEDS_NOTHING)
         self._experiment: Experiment = neutral.changed({"evaluation.metrics": ["loss"]})
 
+    @property
+    def are_on_devices(self) -> bool:
+        """Whether only the devices of a deployment have the data."""
+        return any(run.is_deployed for line in self._lines for run in line.runs)
+
     def holdings(self) -> Holdings:
         """Who held what in the scene's first run."""
         setup, devices = self._setup, self._setup.devices
