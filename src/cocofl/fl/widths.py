@@ -166,7 +166,7 @@ class OrderedWork:
             sent |= {statistics_key(key, width): t for key, t in floats.items()}
         return Contribution(sent, len(task.indices), loss, widest)
 
-    def draws(self, task: Task) -> Iterator[float]:
+    def drawn_widths(self, task: Task) -> Iterator[float]:
         """The width of each mini-batch."""
         rng = task.rng("widths")
         while True:
@@ -180,11 +180,11 @@ class OrderedWork:
             networks.everything, "f", task.lr, level=level, distillation=self.distillation
         )
         steps = range(len(networks.trainer.batches(task)))
-        drawn = [networks.level(width) for _, width in zip(steps, self.draws(task), strict=False)]
+        drawn = [networks.level(width) for _, width in zip(steps, self.drawn_widths(task), strict=False)]
         return StackedWork(device, steps_at=drawn, sends_statistics=True)
 
     def _losses(self, trainer: Trainer, task: Task, scores: Any) -> Iterator[Tensor]:
-        for (inputs, labels), width in zip(trainer.load(task), self.draws(task), strict=False):
+        for (inputs, labels), width in zip(trainer.load(task), self.drawn_widths(task), strict=False):
             student = scores(width, inputs)
             loss = trainer.loss(student, labels)
             if self.distillation and width < self.widths[-1]:
