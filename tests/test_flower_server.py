@@ -28,12 +28,13 @@ from cocofl.errors import (
     Untrusted,
 )
 from cocofl.experiment import Setup
+from cocofl.flower.quarantine import Quarantine
 from cocofl.flower.records import packed, state_record, unpacked, update_reply
 from cocofl.flower.settings import Deployment, node_budget, read_run_config, run_config, write_app
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.subject import Settings
 from cocofl.profiling.table import Hardware
-from cocofl.runlog import RunFolder, only_writer
+from cocofl.runlog import DeviceFigures, RoundRecord, RunFolder, only_writer
 from tests import flower_grid
 from tests.extensions import write_extensions
 from tests.flower_grid import Node, device
@@ -287,12 +288,12 @@ def test_no_secret_of_the_command_line_is_kept(
 
 
 def scaled(message: Message) -> Message:
-    """A device that sends three times the parameters that it has trained."""
+    """A device that sends 1.6 times the parameters that it has trained."""
     payload = payload_of(message)
     at = 8 + int.from_bytes(payload[:8], "little")
     end = at + json.loads(payload[8:at])["F32"]["data_offsets"][1]
     values = torch.frombuffer(bytearray(payload[at:end]), dtype=torch.float32)
-    return replied(message, payload[:at] + (3 * values).numpy().tobytes() + payload[end:])
+    return replied(message, payload[:at] + (1.6 * values).numpy().tobytes() + payload[end:])
 
 
 def test_a_node_that_stands_out_too_often_is_no_longer_asked(tmp_path: Path, caplog) -> None:
@@ -306,7 +307,8 @@ def test_a_node_that_stands_out_too_often_is_no_longer_asked(tmp_path: Path, cap
             raise KeyboardInterrupt
         return HONEST(message)
 
-    path, config = tmp_path / "run", {"rounds": 3, "flower__quarantine": 2}
+    path = tmp_path / "run"
+    config = {"rounds": 3, "flower__quarantine": 2, "flower__max_change": 10.0}
     nodes = {1: device(0, 4), 2: device(1, 4), 3: stopping, 4: scaled}
     with pytest.raises(KeyboardInterrupt):
         play(path, nodes, **config)
@@ -321,6 +323,21 @@ def test_a_node_that_stands_out_too_often_is_no_longer_asked(tmp_path: Path, cap
     nodes[4] = scaled
     with pytest.raises(InvalidExperiment, match="there are 3 nodes beside 1 in quarantine"):
         play(tmp_path / "few", nodes, **config, flower__nodes=4)
+
+
+def test_outliers_count_within_twenty_rounds_and_among_others() -> None:
+    def record(number: int, *outliers: int, of: int = 4) -> RoundRecord:
+        figures = [DeviceFigures(n, 9, 1.0, 1.0, 1.0, 1.0, n in outliers) for n in range(of)]
+        return RoundRecord(number, 0.1, 0.0, 0, 1.0, [], figures=figures)
+
+    quarantine = Quarantine(2)
+    assert quarantine.add(record(1, 3)) == []
+    assert quarantine.add(record(21, 3)) == [], "the first is too long ago"
+    assert quarantine.add(record(22, 3, 0)) == [], "half of them: nobody knows who is right"
+    assert quarantine.add(record(23, 0, of=1)) == [], "alone"
+    assert quarantine.add(record(40, 3)) == [3]
+    assert quarantine.held == {3: [21, 40]}
+    assert Quarantine(0).add(record(1, 3)) == []
 
 
 def test_a_device_without_room_sits_out(tmp_path: Path) -> None:

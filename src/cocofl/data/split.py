@@ -23,13 +23,15 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from cocofl.checks import Amount, Check, check_of, in_short
 from cocofl.errors import InvalidData
-from cocofl.files import replacing
+from cocofl.files import check_plain, parsed_json, replacing
 
 SPLITS = ("train", "test")
 # Raise the number when what a data set's function makes changes: caches of the old are rebuilt.
 FORMAT = "cocofl.split.1"
-MAX_HEADER_BYTES = 64 * 2**20
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_FILE_BYTES = 2**40
 DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "F32": np.dtype("<f4"),
@@ -130,6 +132,7 @@ def open_split(path: Path, *, verify: bool = False) -> Split:
     Raises :class:`InvalidData` when the file is not exactly such a file.
     """
     try:
+        check_plain(path, MAX_FILE_BYTES)
         mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
     except (OSError, ValueError) as error:  # a ValueError where it is empty
         raise InvalidData(f"cannot read the cached split {path}: {error}") from error
@@ -140,8 +143,8 @@ def open_split(path: Path, *, verify: bool = False) -> Split:
         )
     header, data = mapped[8 : 8 + header_bytes].tobytes(), mapped[8 + header_bytes :]
     try:
-        views, facts, crc32 = _parse(json.loads(header), data)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        views, facts, crc32 = _parse(parsed_json(header), data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidData(f"{path} is no complete split: {error!r}") from error
     # The data, then the header with a checksum of 0.
     blank = header.replace(b'"crc32":"%08x"' % crc32, b'"crc32":"00000000"', 1)
@@ -284,23 +287,46 @@ def _header(
     return json.dumps(header, separators=(",", ":")).encode()
 
 
+_FACTS: dict[str, Check] = {
+    "task": check_of(Literal["image", "text"]),
+    "class_names": check_of(list[str]),
+    **dict.fromkeys(("mean", "std"), check_of(list[Amount])),
+    **dict.fromkeys(("channels", "vocab_size"), check_of(int)),
+    "pad_id": check_of(int | None),
+    "owner_kind": check_of(str),
+    "owner_names": check_of(list[str]),
+    "labels": check_of(Literal["classes", "tokens", "numbers"]),
+}
+_is_entry = check_of(dict[str, str | list[int]])
+
+
+def _read_facts(text: str) -> Facts:
+    fields = parsed_json(text)
+    for name, value in fields.items():
+        if name not in _FACTS or not _FACTS[name](value):
+            raise ValueError(f"{name[:40]} is {in_short(value)}")
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    facts = Facts(**{**fields, **lists})
+    if not facts.class_names or 0.0 in facts.std:
+        raise ValueError("there are no classes, or pixels that are all the same")
+    return facts
+
+
 def _parse(header: Any, data: NDArray[np.uint8]) -> tuple[dict[str, Array], Facts, int]:
     """Views of the arrays, the facts and the checksum; everything checked, nothing allocated."""
     metadata = header.pop("__metadata__")
     if metadata["format"] != FORMAT:
         raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
-    fields = json.loads(metadata["facts"])
-    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    facts = Facts(**{**fields, **lists})
-    if facts.task not in ("image", "text") or not facts.class_names:
-        raise ValueError(f"no task {facts.task!r} with {len(facts.class_names)} classes")
+    facts = _read_facts(metadata["facts"])
     views: dict[str, Array] = {}
     begin = 0
     for name, entry in header.items():
-        dtype, shape = DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+        if not _is_entry(entry):
+            raise ValueError(f"{name[:40]} is {in_short(entry)}")
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         end = begin + math.prod(shape) * dtype.itemsize
-        if min(shape) < 0 or entry["data_offsets"] != [begin, end] or end > len(data):
-            raise ValueError(f"{name} of shape {shape} does not fill {entry['data_offsets']}")
+        if not shape or entry["data_offsets"] != [begin, end] or end > len(data):
+            raise ValueError(f"{name[:40]} of shape {str(shape)[:80]} does not fill its place")
         views[name] = data[begin:end].view(dtype).reshape(shape)
         begin = end
     if begin != len(data):

@@ -23,14 +23,16 @@ class Quarantine:
 
     def add(self, record: RoundRecord) -> list[int]:
         """Take in a round; the nodes that are held because of it."""
-        new = []
-        for one in record.figures or ():
-            if not one.outlier or not self._limit:
-                continue
-            before = self._outliers.get(one.device, [])
+        figures, new = record.figures or (), []
+        outliers = [one.device for one in figures if one.outlier]
+        # Where half of the nodes are outliers it is not known from what they differ.
+        if not self._limit or 2 * len(outliers) >= len(figures):
+            return []
+        for node in outliers:
+            before = self._outliers.get(node, [])
             recent = [number for number in before if number > record.round - WINDOW]
-            self._outliers[one.device] = recent = [*recent, record.round]
-            if len(recent) >= self._limit and one.device not in self.held:
-                self.held[one.device] = recent
-                new.append(one.device)
+            self._outliers[node] = recent = [*recent, record.round]
+            if len(recent) >= self._limit and node not in self.held:
+                self.held[node] = recent
+                new.append(node)
         return new

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from cocofl.budget import Budget
 from cocofl.checks import check_number
 from cocofl.config import Experiment, from_table, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem
+from cocofl.files import parsed_toml, read_limited, write_text
 from cocofl.fl.codec import Codec
 from cocofl.fl.merge import Mean, Merge, ServerOptimizer
 from cocofl.fl.rules import AUTO
@@ -33,6 +33,7 @@ SECTION = "flower."
 LEAST_DEVICES = 3
 """Of two each knows the other's numbers from the sum."""
 _LIMITS = ("time", "memory", "upload")
+_MOST_BUDGET_BYTES = 2**16
 _HEAD = """\
 # A Flower app that runs CoCoFL: `flwr run . NAME-OF-THE-SUPERLINK --stream`.
 # Your own modules go beside this file; `model.name` and `data.name` name functions in them,
@@ -135,7 +136,6 @@ def write_app(folder: Path, config: Mapping[str, Any]) -> Path:
     path = folder / "pyproject.toml"
     if path.exists():
         raise RunFolderProblem(f"{path} exists already; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
     sections: dict[str, list[str]] = {}
     for key, value in config.items():
         section, _, name = key.rpartition(".")
@@ -143,7 +143,7 @@ def write_app(folder: Path, config: Mapping[str, Any]) -> Path:
     lines = [_HEAD]
     for section, content in sorted(sections.items()):
         lines += [f"[tool.flwr.app.config{'.' + section if section else ''}]", *content, ""]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    write_text(path, "\n".join(lines))
     return folder
 
 
@@ -267,8 +267,8 @@ def node_budget(config: Mapping[str, Any], samples: int) -> Budget:
 
 def _read_budget(path: Path) -> dict[str, Any]:
     try:
-        limits = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        limits = parsed_toml(read_limited(path, _MOST_BUDGET_BYTES))
+    except (OSError, ValueError) as error:
         # Without its budget a device must not train: it has one, and it is not known.
         raise InvalidBudget(f"cannot read the budget in {path}: {error}") from error
     for key in limits:
