@@ -36,7 +36,7 @@ import torch
 
 import fuzz_updates
 from cocofl.config import Experiment
-from cocofl.data.split import Draft, Facts, open_split, write_split
+from cocofl.data.samples import Facts, NewSamples, open_samples, write_samples
 from cocofl.errors import CocoflError
 from cocofl.fl.devices import groups_from, read_trace
 from cocofl.flower.settings import node_budget
@@ -419,17 +419,17 @@ def sound_splits() -> list[bytes]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "split"
-        write_split(path, Draft(facts, labels, (4, 4, 1), [images]))
+        write_samples(path, NewSamples(facts, labels, (4, 4, 1), [images]))
         found.append(path.read_bytes())
         owners = np.arange(12) % 2
-        write_split(path, Draft(words, labels, (6,), [tokens], "uint16", owners))
+        write_samples(path, NewSamples(words, labels, (6,), [tokens], "uint16", owners))
         found.append(path.read_bytes())
     return found
 
 
 def read_split(path: Path) -> Any:
-    open_split(path)  # whatever it is, it is no other exception
-    return open_split(path, verify=True)
+    open_samples(path)  # whatever it is, it is no other exception
+    return open_samples(path, verify=True)
 
 
 def wrong_split(original: bytes, mutant: bytes, _found: Any) -> str:

@@ -5,7 +5,7 @@
 
 `kills` ends `cocofl run` with -9 at random moments, resumes it, and compares every byte of metrics
 and model with those of a run that nobody touched. Most runs are forks of this process, which has
-the libraries loaded already; every twelfth is the command itself, with two workers.
+the libraries loaded already; every 25th is the command itself, with two workers.
 
 `soak` plays a deployment whose server is thrown out at random moments and resumed, with nodes that
 send garbage, NaN, huge, foreign and old updates, that withhold replies or never answer; first in
@@ -69,7 +69,7 @@ KILLED = {
     "engine.workers": 2,
     "engine.checkpoint_every": 2,
 }
-AS_A_COMMAND = 12
+AS_A_COMMAND = 25
 """Every so many runs is a command."""
 
 

@@ -38,7 +38,7 @@ class Holdings:
     @classmethod
     def of(
         cls,
-        split: data.Split,
+        split: data.Samples,
         partition: data.Partition,
         group_of: Sequence[int] | NDArray[np.int64],
         group_names: Iterable[str],
