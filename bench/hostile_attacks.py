@@ -46,11 +46,17 @@ COMMON: dict[str, Any] = {
     "engine.checkpoint_every": 1000,
 }
 DATA: dict[str, dict[str, Any]] = {
-    "digits": {"data.name": "digits", "model.options": {"tiny": True}, "rounds": 25},
+    "digits": {
+        "data.name": "digits",
+        "model.options": {"tiny": True},
+        "rounds": 20,
+        "training.decay_rounds": [15],
+    },
     "Fashion-MNIST": {
         "data.name": "hostile_attacks:fashion",
         "model.options": {"tiny": True, "image_size": 28},
         "rounds": 15,
+        "training.decay_rounds": [11],
     },
 }
 

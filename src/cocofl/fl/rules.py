@@ -159,7 +159,7 @@ class Merging:
     rules: tuple[str, ...] = (AUTO,)
     """In their order; none for the plain mean. ``auto`` is that in simulation, and
     :data:`DEPLOYED` where devices are on a network."""
-    clip: float = 3.0
+    clip: float = 2.5
     """``norm-clip``: the largest change of a block, in multiples of what is usual in the round."""
     trim: float = 0.3
     """``trimmed-mean``: the share of the weight that goes at either end. ``krum``, ``agreement``:
