@@ -250,13 +250,15 @@ class _ScaleMeter(fx.Interpreter):
         result = super().run_node(n)
         site = self._prefix + n.name
         if site in self._sites:
-            self._note(scale_key(site, OUTPUT), result)
+            _note(self._found, scale_key(site, OUTPUT), result)
             if result.requires_grad:
-                result.register_hook(partial(self._note, scale_key(site, GRADIENT)))
+                # A hook that knew this interpreter, which holds the result, would keep both forever.
+                result.register_hook(partial(_note, self._found, scale_key(site, GRADIENT)))
         return result
 
-    def _note(self, key: str, x: Tensor) -> None:
-        scale = measure_scale(x)
-        # All zeros say nothing about a range, and a broken batch must not spoil the average.
-        if 0 < float(scale) < float("inf"):
-            self._found[key] = scale
+
+def _note(found: dict[str, Tensor], key: str, x: Tensor) -> None:
+    scale = measure_scale(x)
+    # All zeros say nothing about a range, and a broken batch must not spoil the average.
+    if 0 < float(scale) < float("inf"):
+        found[key] = scale
