@@ -252,7 +252,7 @@ class _ScaleMeter(fx.Interpreter):
         if site in self._sites:
             _note(self._found, scale_key(site, OUTPUT), result)
             if result.requires_grad:
-                # A hook that knew this interpreter, which holds the result, would keep both forever.
+                # A hook that knew this interpreter, which holds the result, would keep both alive.
                 result.register_hook(partial(_note, self._found, scale_key(site, GRADIENT)))
         return result
 
