@@ -8,7 +8,7 @@ SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 # In the order of tests/conftest.py; left alone, xdist keeps the files with few but long tests for last.
 IN_TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-faults test-docs test-arm lint types docs browser audit lock clean
+.PHONY: demo test test-slow test-faults test-hostile test-docs test-arm lint types docs browser audit lock clean
 
 # Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
 demo: $(VENV)/installed
@@ -23,6 +23,10 @@ test-slow: $(VENV)/installed
 
 test-faults: $(VENV)/installed
 	$(BIN)/pytest -m faults -s tests/test_flower_faults.py
+
+# What attackers try: hostile files, devices and networks, within 15 minutes.
+test-hostile: $(VENV)/installed
+	$(BIN)/python bench/hostile.py
 
 # The documentation's longer commands, at reduced size.
 test-docs: $(VENV)/installed

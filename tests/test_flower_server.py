@@ -307,7 +307,8 @@ def test_a_node_that_stands_out_too_often_is_no_longer_asked(tmp_path: Path, cap
             raise KeyboardInterrupt
         return HONEST(message)
 
-    path, config = tmp_path / "run", {"rounds": 3, "flower__quarantine": 2}
+    path = tmp_path / "run"
+    config = {"rounds": 3, "flower__quarantine": 2, "flower__max_change": 10.0}
     nodes = {1: device(0, 4), 2: device(1, 4), 3: stopping, 4: scaled}
     with pytest.raises(KeyboardInterrupt):
         play(path, nodes, **config)

@@ -62,15 +62,24 @@ COCOFL = {"name": "cocofl", "variant": "f"}
 @pytest.mark.parametrize(
     ("strategy", "rules", "more"),
     [
-        (COCOFL, ["norm-clip", "trimmed-mean"], {"share": 0.0}),
-        (COCOFL, ["median"], {}),
-        (COCOFL, ["krum"], {"trim": 0.2}),
-        (COCOFL, [], {"share": 0.3}),
-        ({"name": "fedavg-full"}, ["krum", "norm-clip", "median"], {"clip": 0.5}),
-        ({"name": "heterofl", "masked": True}, ["norm-clip", "trimmed-mean"], {}),
+        (COCOFL, ["norm-clip", "trimmed-mean"], {"share": 0.0, "agreement": 0.9}),
+        pytest.param(COCOFL, ["median"], {}, marks=pytest.mark.slow),
+        pytest.param(COCOFL, ["krum"], {"trim": 0.2}, marks=pytest.mark.slow),
+        pytest.param(COCOFL, [], {"share": 0.3}, marks=pytest.mark.slow),
+        pytest.param(
+            *({"name": "fedavg-full"}, ["krum", "norm-clip", "median"], {"clip": 0.5}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"name": "heterofl", "masked": True}, ["norm-clip", "trimmed-mean"], {}),
+            marks=pytest.mark.slow,
+        ),
         ({"name": "fjord"}, ["krum", "median"], {"bound": 2.0}),
         ({"name": "fedavgm:fedavgm", "beta": 0.9}, ["trimmed-mean"], {}),
-        ({"name": "scaffold:scaffold", "devices": 8}, ["norm-clip"], {"clip": 0.9}),
+        pytest.param(
+            *({"name": "scaffold:scaffold", "devices": 8}, ["norm-clip"], {"clip": 0.9}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

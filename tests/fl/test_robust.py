@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,6 +77,55 @@ def test_rules_compose() -> None:
     devices = [sent(a=2.0), sent(a=2.0), sent(a=2.0), sent(10**6, a=1e6)]
     named = rules("norm-clip", "trimmed-mean", share=0.25)
     assert Mean("everyone", named)(STATE, devices).tensors["a"].tolist() == [2.0, 2.0]
+
+
+def change(*elements: float) -> Contribution:
+    return Contribution({"a": STATE.parts["a"] + torch.tensor(elements)}, 10)
+
+
+HONEST = [change(1.0, 0.1 * i) for i in range(4)]
+
+
+def test_few_who_go_the_other_way_are_left_out() -> None:
+    merge = Mean("everyone", rules(agreement=0.5))
+    alone = merge(STATE, HONEST).tensors["a"]
+    assert alone.tolist() == pytest.approx([2.0, 1.15])
+    with_liar = merge(STATE, [*HONEST, change(-1.0, -0.1)]).tensors["a"]
+    torch.testing.assert_close(with_liar, alone)
+
+
+def test_who_was_honest_before_is_not_left_out_for_one_round() -> None:
+    merge, state = Mean("everyone", rules(agreement=0.5)), STATE
+    sent = [*HONEST, change(-1.0, -0.1)]
+    for _ in range(3):
+        merged = merge(state, [replace(one, device=i) for i, one in enumerate(sent)])
+        state = replace(STATE, memory=ServerState.from_flat(merged.flat()).memory)
+    agreement = {key: round(float(one), 2) for key, one in state.memory["agreement"].items()}
+    assert agreement == {"0": 1.0, "1": 1.0, "2": 1.0, "3": 1.0, "4": -1.0}
+    swapped = merge(state, [replace(one, device=4 - i) for i, one in enumerate(sent)])
+    assert float(swapped.memory["agreement"]["0"]) == pytest.approx(0.4), "0.7 · 1 + 0.3 · -1"
+    assert float(swapped.memory["agreement"]["4"]) == pytest.approx(-0.4)
+
+
+def test_who_has_other_data_than_most_stays() -> None:
+    # Two of five are more than may be hostile (trim = 0.2): they know something else.
+    others = [change(0.1, -1.0), change(-0.1, -1.0), change(0.0, -1.0)]
+    merge = Mean("everyone", rules(agreement=0.5, trim=0.2))
+    plain = Mean("everyone")(STATE, [*HONEST, *others]).tensors["a"]
+    torch.testing.assert_close(merge(STATE, [*HONEST, *others]).tensors["a"], plain)
+
+
+def test_a_device_that_shares_blocks_with_liars_only_is_not_taken_for_one() -> None:
+    """Whom it disagrees with counts by how well those agree with the rest."""
+
+    def both(*elements: float) -> Contribution:
+        return Contribution({k: STATE.parts[k] + torch.tensor(elements) for k in ("a", "b")}, 10)
+
+    only_b = Contribution({"b": STATE.parts["b"] + torch.tensor([1.0, 0.2])}, 10)
+    liar = both(-1.0, -0.1)
+    merge = Mean("senders", rules(agreement=0.5))
+    merged = merge(STATE, [*HONEST, only_b, liar]).tensors
+    assert merged["b"].tolist() == pytest.approx([2.0, 1.2]), "the liar alone is left out"
 
 
 def test_scales_are_the_median_and_move_by_a_bounded_factor() -> None:

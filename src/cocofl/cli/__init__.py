@@ -24,6 +24,7 @@ from cocofl.cli.machine import doctor
 from cocofl.cli.profiling import profile, select
 from cocofl.cli.reproducing import reproduce_app
 from cocofl.cli.running import compare, evaluate, report, run
+from cocofl.config import UserSettings
 from cocofl.errors import CocoflError
 from cocofl.named import names_are_data
 
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Taken off here so that it works in any place, before the command or behind it.
     debug = "--debug" in words
     try:
-        with names_are_data(), ended_like_ctrl_c():
+        with names_are_data(*UserSettings.load().trust.modules), ended_like_ctrl_c():
             app(args=[word for word in words if word != "--debug"], prog_name="cocofl")
     except Exception as error:
         if debug:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from cocofl.accounting import Accountant
 from cocofl.engine.executor import QUARANTINED, Answer, Executor, RoundPlan
 from cocofl.engine.inspection import Inspection
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
@@ -75,6 +76,10 @@ class Job:
     deadline_s: float
     checkpoint_every: int = 10
     judge: Judge = only_finite
+    accountant: Accountant | None = None
+    """Counts ε, where the strategy's merge hides single devices."""
+    sees_devices: bool = True
+    """Whether single updates are looked at: not where only their sum is known, or is to be."""
     rules: Rules | None = None
     """By which devices agree; the strategy's merge has them already."""
 
@@ -139,14 +144,15 @@ def ask_devices(job: Job, round_index: int) -> list[AskedDevice]:
     federation, strategy = job.federation, job.strategy
     if federation is None:
         return []
+    by_coin = federation.coins(round_index)
     plans = (
         (device, strategy.plan(federation.situation(device, round_index)))
-        for device in federation.in_random_order(round_index)
+        for device in federation.in_random_order(round_index, by_coin)
     )
     if strategy.only_able:
         plans = ((device, plan) for device, plan in plans if plan is not None)
-    asked = []
-    for device, plan in sorted(islice(plans, federation.per_round), key=lambda pair: pair[0]):
+    asked, most = [], federation.per_round if by_coin is None else None
+    for device, plan in sorted(islice(plans, most), key=lambda pair: pair[0]):
         fate, duration = "infeasible", 0.0
         if plan is not None:
             fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
@@ -183,7 +189,8 @@ class _Ledger:
         self._job, self._asked, self._state = job, asked, state
         federation = job.federation
         # Our own devices are known to be honest, and looking costs time.
-        self._inspection = Inspection(state) if federation is None else None
+        is_looked_at = federation is None and job.sees_devices
+        self._inspection = Inspection(state) if is_looked_at else None
         self._devices = {
             one.device: DeviceRecord(
                 one.device,
@@ -235,12 +242,15 @@ class _Ledger:
 
     def record(self, plan: RoundPlan, tested: dict[str, dict[str, Any]]) -> RoundRecord:
         """The round, as it is written down."""
-        loss = round(float(np.mean(self._losses)), 6) if self._losses else None
+        rounds, accountant = plan.round_index + 1, self._job.accountant
+        # No noise hides what devices lost: where there is privacy, that is their own affair.
+        is_known = bool(self._losses) and accountant is None
+        loss = round(float(np.mean(self._losses)), 6) if is_known else None
         # The server waits for the last update that it expects, in parts of the deadline.
         in_vain = any(one.fate in ("late", "lost") for one in self._asked)
         waits = 1.0 if in_vain else max((one.time for one in self._asked), default=0.0)
         return RoundRecord(
-            round=plan.round_index + 1,
+            round=rounds,
             lr=plan.lr,
             simulated_s=round(waits * self._job.deadline_s, 6),
             bytes_up=self._bytes_up,
@@ -249,9 +259,10 @@ class _Ledger:
             scores=tested.pop(self._job.evaluation.statistics, {}),
             other_scores=tested,
             bytes_broadcast=self._bytes_broadcast,
-            reasons=None if self._inspection is None else self._reasons,
+            reasons=None if self._job.federation is not None else self._reasons,
             figures=None if self._inspection is None else self._inspection.figures(),
             quarantined=self._quarantined or None,
+            epsilon=None if accountant is None else accountant.epsilon(rounds),
         )
 
 

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cocofl.fl.changes import ENOUGH, Changes, changes_of, flat, usual_sizes
-from cocofl.fl.rules import Ballot, Rules, capped, median, most_hostile
+from cocofl.fl.agreement import MEMORY, Agreement, apart
+from cocofl.fl.changes import Changes, changes_of, flat, usual_sizes
+from cocofl.fl.rules import Ballot, Rules, capped, median
 from cocofl.fl.state import Contribution, Group, Part, Piece, ServerState, Tensors
 from cocofl.span import Blocks
 
-# Where most agree less than this, they do not agree on a direction that one could oppose.
-_CONSENSUS = 0.1
 # A scale that nobody knows yet is taken from so many who agree; until then it is computed anew.
 _WITNESSES = 2
 
@@ -42,6 +41,7 @@ class MergedByRules:
     def __init__(self, state: ServerState, rules: Rules, *, over_everyone: bool) -> None:
         self._state, self._rules, self._over_everyone = state, rules, over_everyone
         self._samples: list[int] = []
+        self._devices: list[int] = []
         self._changes: list[Changes] = []
         self._sent: dict[str, dict[int, _Sent]] = {}
         self._measured: dict[str, dict[int, _Sent]] = {}
@@ -52,6 +52,7 @@ class MergedByRules:
         """Take in what a device sent."""
         device = len(self._samples)
         self._samples.append(contribution.samples)
+        self._devices.append(contribution.device)
         self._changes.append(changes_of(self._state, contribution))
         for part in self._state.layout.parts_of(contribution):
             kept = self._measured if part.measured else self._sent
@@ -113,21 +114,18 @@ class MergedByRules:
             moved[name][piece.where] = self._bounded(after, before, piece)
 
     def _left_out(self, now: Tensors, groups: Sequence[Sequence[tuple[str, Piece]]]) -> list[int]:
-        """Who agrees least with the others: some of those who agree far less than is usual.
-
-        How well a device agrees in a block is the median of its cosines with the others there.
-        """
-        own, usual = torch.zeros(2, len(self._samples), dtype=torch.float64)
+        """The few who agree far less with the others than is usual; the server remembers it."""
+        known = self._state.memory.get(MEMORY, {})
+        before = [float(known.get(str(device), torch.nan)) for device in self._devices]
+        agreement = Agreement(len(self._devices))
         for pieces in groups:
             devices, changes, votes = self._group(now, pieces)
-            if len(devices) >= ENOUGH:
-                cosines = _cosines(changes * votes).cpu().fill_diagonal_(torch.nan)
-                medians = cosines.nanquantile(0.5, dim=1)
-                own[devices] += medians
-                usual[devices] += max(float(medians.quantile(0.5)), _CONSENSUS)
-        agreement = torch.where(usual > 0, own / usual, 1.0)
-        least = agreement.argsort(stable=True)[: most_hostile(len(own), self._rules.trim)]
-        return [d for d in least.tolist() if agreement[d] < self._rules.agreement]
+            agreement.add(devices, changes * votes)
+        found = agreement.by_device(torch.tensor(before, dtype=torch.float64))
+        told = {str(d): one for d, one in zip(self._devices, found, strict=True) if d >= 0}
+        memory = {**self._state.memory, MEMORY: {**known, **told}}
+        self._state = replace(self._state, memory=memory)
+        return apart(found, self._rules.agreement, self._rules.trim)
 
     def _group(
         self, now: Tensors, pieces: Sequence[tuple[str, Piece]]
@@ -190,9 +188,3 @@ class MergedByRules:
         agree = has & (values <= found * bound) & (values * bound >= found)
         witnesses = agree.sum(0)
         return (witnesses >= min(_WITNESSES, len(self._samples))) & (2 * witnesses > has.sum(0))
-
-
-def _cosines(changes: Tensor) -> Tensor:
-    """Of every two rows."""
-    rows = changes / changes.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    return rows @ rows.T

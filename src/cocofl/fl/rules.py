@@ -159,7 +159,7 @@ class Merging:
     rules: tuple[str, ...] = (AUTO,)
     """In their order; none for the plain mean. ``auto`` is that in simulation, and
     :data:`DEPLOYED` where devices are on a network."""
-    clip: float = 2.0
+    clip: float = 3.0
     """``norm-clip``: the largest change of a block, in multiples of what is usual in the round."""
     trim: float = 0.3
     """``trimmed-mean``: the share of the weight that goes at either end. ``krum``, ``agreement``:
@@ -207,7 +207,7 @@ class Merging:
         return found(self) if name in RULES else partial(_own, name, found)
 
 
-DEPLOYED = Merging(("norm-clip",), share=0.0, agreement=0.6)
+DEPLOYED = Merging(("norm-clip",), share=0.0, agreement=0.5)
 """What a deployment does if nothing else is said; ``docs/robust-merging.md`` says why."""
 
 

@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from cocofl.flower.settings import toml_value
+from cocofl.named import search_path
 
 LINK = "loop"
 # As a file: in a module of the package it would begin with importing PyTorch.
@@ -183,12 +184,11 @@ class Loopback:
 
     def environment(self) -> dict[str, str]:
         """Of all processes: nothing is sent to anybody, nothing is installed, nothing is shared."""
-        programs, modules = str(Path(sys.executable).parent), os.environ.get("PYTHONPATH")
+        programs = str(Path(sys.executable).parent)
         return {
             **os.environ,
             "PATH": os.pathsep.join([programs, os.environ.get("PATH", "")]),
-            # The user's own modules may lie in the current folder.
-            "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [modules])]),
+            "PYTHONPATH": search_path(),
             "FLWR_HOME": str(self.folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from cocofl.checks import check_of
 from cocofl.errors import InvalidSetting, KernelMissing
-from cocofl.files import write_text
+from cocofl.files import parsed_json, read_limited, write_text
 from cocofl.freeze.kernels import (
     KERNELS,
     REFERENCE,
@@ -31,6 +32,7 @@ from cocofl.numerics import Codes, Grid, as_float
 
 _REPEATS = 7
 _FORMAT = "cocofl kernel plan 1"
+_are_choices = check_of(dict[str, str])
 
 
 class KernelPlan:
@@ -43,7 +45,7 @@ class KernelPlan:
         for signature, name in (choices or {}).items():
             if name not in KERNELS:
                 raise KernelMissing(
-                    f"the kernel plan asks for {name!r} at {signature!r}; "
+                    f"the kernel plan asks for {name!r:.40} at {signature!r:.200}; "
                     f"known are {', '.join(KERNELS)}"
                 )
         self._choices, self._fixed = dict(choices or {}), fixed
@@ -71,16 +73,17 @@ class KernelPlan:
     def load(cls, path: str | Path, *, fixed: bool = True) -> KernelPlan:
         """Read a saved plan; by default it is then obeyed and never extended."""
         try:
-            content = json.loads(Path(path).read_text())
-            choices = content["choices"]
-            readable = content["format"] == _FORMAT and all(
-                isinstance(part, str) for pair in choices.items() for part in pair
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            content = parsed_json(read_limited(Path(path)))
+        except (OSError, ValueError) as error:
             raise InvalidSetting(f"{path} is not a kernel plan: {error}") from error
-        if not readable:
+        if not (
+            isinstance(content, dict)
+            and content.keys() == {"format", "choices"}
+            and content["format"] == _FORMAT
+            and _are_choices(content["choices"])
+        ):
             raise InvalidSetting(f"{path} is not a kernel plan of format {_FORMAT!r}")
-        return cls(choices, fixed=fixed)
+        return cls(content["choices"], fixed=fixed)
 
 
 def fastest(linear_map: LinearMap) -> str:
