@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cocofl.fl.agreement import MEMORY, Agreement, apart
 from cocofl.fl.changes import Changes, changes_of, flat, usual_sizes
-from cocofl.fl.rules import Ballot, Rules, capped, median
+from cocofl.fl.rules import Ballot, Rules, capped, median, norm_clip
 from cocofl.fl.state import Contribution, Group, Part, Piece, ServerState, Tensors
 from cocofl.span import Blocks
 
@@ -82,7 +82,7 @@ class MergedByRules:
         if self._rules.agreement:
             kept[self._left_out(moved, [p for group, p in groups.items() if group.learned])] = 0.0
         for group, pieces in groups.items():
-            self._move(moved, pieces, weights, kept, usual[group])
+            self._move(moved, pieces, weights, kept, usual[group], learned=group.learned)
         merged = dict(self._state.parts)
         for name, values in moved.items():
             merged[name] = values.to(merged[name].dtype).reshape(merged[name].shape)
@@ -98,12 +98,16 @@ class MergedByRules:
         weights: Tensor,
         kept: Tensor,
         usual: float,
+        *,
+        learned: bool,
     ) -> None:
         """Let the tensors of one group be what those who trained it agree on."""
         devices, changes, votes = self._group(moved, pieces)
         weights, kept = weights.to(changes.device), kept.to(changes.device)
         counts = votes * weights[devices, None]
-        agreed = self._rules(Ballot(changes, counts * kept[devices, None], usual))
+        ballot = Ballot(changes, counts * kept[devices, None], usual)
+        # Statistics are measurements, which tell little of a device's own data: be strict.
+        agreed = self._rules(ballot if learned else median(norm_clip(ballot)))
         if self._over_everyone:
             agreed = agreed * (counts.sum(0) / weights.sum())
         at = 0
