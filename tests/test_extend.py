@@ -40,7 +40,10 @@ NAMED: dict[str, dict[str, Any]] = {
         "data.name": "bright_spots:bright_spots",
         "strategy.name": "heterofl",
     },
-    "rule of merging": {"merge.rules": ["norm-clip", "majority:majority"], "merge.share": 0.5},
+    "rule of merging": {
+        "merge.rules": ["norm-clip", "no_peaks:no_peaks"],
+        "strategy.name": "fedavg-full",
+    },
     "optimizer": {
         "training.optimizer": "sign_descent:SignDescent",
         "training.lr": 0.001,

@@ -107,7 +107,7 @@ def test_a_deployed_device_sends_what_its_codec_makes() -> None:
     by = codec("float16_codec:float16")
     chain = split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4))
     state = {key: torch.zeros_like(t) for key, t in chain_state(chain).items()}
-    trained = {"2.weight": torch.full((2, 8), 0.1), "2.bias": torch.ones(2)}
+    trained = {"2.weight": torch.full((2, 8), 0.1), "2.bias": torch.full((2,), 0.5)}
     rng = np.random.default_rng(0)
     sent = transmitted(by, Contribution(trained, 5), state, rng, {})
     plain = Contract(chain).encode(Contribution(trained, 5))

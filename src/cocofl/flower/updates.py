@@ -107,7 +107,7 @@ class Contract:
     >>> chain = split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4))
     >>> contract = Contract(chain)
     >>> state = {slot.key: torch.zeros(slot.shape) for slot in contract.slots(Span(0, 2))}
-    >>> trained = {"2.weight": torch.ones(2, 8), "2.bias": torch.ones(2)}
+    >>> trained = {"2.weight": torch.full((2, 8), 0.1), "2.bias": torch.full((2,), 0.1)}
     >>> sent = contract.encode(Contribution(trained, 5))
     >>> blocks, received = contract.decode(sent, state)
     >>> str(blocks), received.samples, sorted(received.tensors)
