@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from cocofl.chain import BlockChain
-from cocofl.chain.trace import left_as_it_was
+from cocofl.chain.graphs import left_as_it_was
 from cocofl.errors import CannotLower
 from cocofl.freeze.kernels import Geometry
 from cocofl.freeze.layers import LAYERS, is_plain

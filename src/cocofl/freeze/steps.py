@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from cocofl.chain.trace import is_layer
+from cocofl.chain.graphs import is_layer
 from cocofl.errors import InvalidExample
 from cocofl.freeze.kernels import Prepared
 from cocofl.freeze.layout import channels_last
