@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from cocofl.chain.graphs import BY_HAND, Call, is_container, left_as_it_was
+from cocofl.chain.graphs import BY_HAND, Call, does_not_run, is_container, left_as_it_was
 from cocofl.chain.shared import kept_together
 from cocofl.chain.trace import Trace
-from cocofl.errors import CannotSplit, InvalidExample
+from cocofl.errors import CannotSplit
 from cocofl.named import nearest
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.PReLU)
@@ -152,11 +152,7 @@ class _MainValues(fx.Interpreter):
         except Exception as error:
             owner = (self.trace.owners.get(n.name) or ("",))[-1]
             module = str(n.target) if n.op == "call_module" else owner
-            shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in self.example)
-            raise InvalidExample(
-                f"{type(self.model).__name__} does not run on the example of shape {shapes}: "
-                f"it fails in {module or 'its forward'!r} with: {error}"
-            ) from error
+            raise does_not_run(self.model, self.example, module, error) from error
         if n.op in ("get_attr", "output"):
             return value
         sources = n.all_input_nodes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from cocofl.errors import InvalidExample
 
@@ -68,6 +68,17 @@ class Failure(Exception):
         if own:
             message += f", at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
         return cls(message, suspects)
+
+
+def does_not_run(
+    model: nn.Module, example: Sequence[Tensor], where: str, error: Exception
+) -> InvalidExample:
+    """The error of a model that fails on the example by itself."""
+    shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in example)
+    return InvalidExample(
+        f"{type(model).__name__} does not run on the example of shape {shapes}: "
+        f"it fails in {where or 'its forward'!r} with: {error}"
+    )
 
 
 def is_own_source(filename: str) -> bool:

@@ -26,6 +26,7 @@ from cocofl.chain.graphs import (
     Failure,
     Recorded,
     bound_inputs,
+    does_not_run,
     in_assertion,
     is_layer,
     left_as_it_was,
@@ -155,8 +156,8 @@ class Recorder(TorchFunctionMode):
         with (
             mock.patch.object(nn.Module, "__call__", call),
             mock.patch.object(torch.autograd.Function, "apply", self._custom_function()),
-            mock.patch.object(torch.compiler, "is_exporting", lambda: True),
-            mock.patch.object(torch.compiler, "is_compiling", lambda: True),
+            mock.patch.object(torch.compiler, "is_exporting", return_value=True),
+            mock.patch.object(torch.compiler, "is_compiling", return_value=True),
         ):
             yield
 
@@ -226,14 +227,15 @@ class Recorder(TorchFunctionMode):
 
     def _step(self, op: str, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run one operation; what it returns is known by a new node, unless it is no tensor."""
-        arguments, named = self._arguments(args), self._arguments(kwargs)
+        # Before it runs, and may overwrite what it is given.
+        arguments, named = self._argument(args), self._argument(kwargs)
         given = {id(x): x._version for x in _tensors((args, kwargs))}
         with self._unrecorded():
             result = run()
         writes = target is operator.setitem
         if not writes and op != "call_module" and not _tensors(result):
             return result
-        node = self._node(op, target, arguments(), named())
+        node = self._node(op, target, arguments, named)
         sources = node.all_input_nodes
         random = getattr(target, "__name__", target) in RANDOM
         if op == "call_module" or any(s in self._learned for s in sources):
@@ -333,38 +335,33 @@ class Recorder(TorchFunctionMode):
         self._nodes[id(value)] = node
         self._kept.append(value)
 
-    def _arguments(self, structure: Any) -> Callable[[], Any]:
-        """What a step is given, noted before it runs and may overwrite it."""
-        noted = self._argument(structure)
-        return lambda: noted
-
     def _argument(self, value: Any) -> Any:
+        """What stands in the graph for a value that a step is given or the model returns."""
         if isinstance(value, Tensor):
             return self._nodes.get(id(value)) or self._attribute_node(value)
         if isinstance(value, Size):
             return value.node
-        if isinstance(value, torch.device) and value in self._devices:
-            return self._devices[value]
-        if isinstance(value, torch.Size):
-            return tuple(map(self._argument, value))
-        if type(value) in (tuple, list):
-            return type(value)(map(self._argument, value))
+        if isinstance(value, _CONSTANTS):
+            return (
+                self._devices.get(value, value)
+                if isinstance(value, torch.device)
+                else _plain(value)
+            )
+        return self._structure(value)
+
+    def _structure(self, value: Any) -> Any:
+        if type(value) in (tuple, list, torch.Size):
+            return (list if type(value) is list else tuple)(map(self._argument, value))
         if type(value) is dict:
             return {key: self._argument(part) for key, part in value.items()}
         if isinstance(value, slice):
             return slice(*map(self._argument, (value.start, value.stop, value.step)))
-        if isinstance(value, _CONSTANTS):
-            for kind in (bool, int, float):
-                if isinstance(value, kind):
-                    return kind(value)  # not a subclass, whose text Python may not read
-            return value
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = [field.name for field in dataclasses.fields(value)]
-            given = {name: getattr(value, name) for name in fields}
-            given = {name: part for name, part in given.items() if part is not None}
-            return self._node("call_function", type(value), (), self._argument(given))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return self._node("call_function", type(value), tuple(map(self._argument, value)), {})
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            given = {name: part for name, part in given.items() if part is not None}
+            return self._node("call_function", type(value), (), self._argument(given))
         raise TypeError(f"a {type(value).__name__} is no value that a block can take or return")
 
     def _attribute_node(self, tensor: Tensor) -> fx.Node:
@@ -433,6 +430,10 @@ def record(
         try:
             recorder.record(input_names, call, [value.clone() for value in inputs])
         except Exception as error:
+            try:
+                call(*[value.clone() for value in inputs])
+            except Exception as own:
+                raise does_not_run(model, inputs, "".join(recorder.failed_in[-1:]), own) from own
             raise Failure.of(error, recorder.failed_in[::-1]) from error
         if _changed(before, after := _attributes(recorder)):
             # What only the first call sets may be computed in each call of a block.
@@ -485,6 +486,14 @@ def _as_node(
     if args and not isinstance(args[0], Tensor):
         raise TypeError(f"Tensor.{name} of a {type(args[0]).__name__}")
     return "call_method", name, tuple
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's own: what a subclass writes, Python may not read again."""
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
 
 
 def _tensors(value: Any) -> list[Tensor]:

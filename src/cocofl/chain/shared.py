@@ -36,7 +36,7 @@ def kept_together(trace: Trace) -> dict[str, tuple[int, int]]:
 
 def handed_on(trace: Trace, cuts: Sequence[int]) -> Trace:
     """The trace with tied weights as values where a cut lies between their readers."""
-    for tensor, uses in _uses(trace).items():
+    for uses in _uses(trace).values():
         (name, first), places = uses[0], trace.places
         for _, node in uses[1:]:
             if bisect_right(cuts, places[first]) != bisect_right(cuts, places[node]):

@@ -126,15 +126,18 @@ def _recorded_mode(
     training: bool,
     again: bool = False,
 ) -> Recorded:
-    given = _with_another_batch_size(example) if again else example
-    return record(model, inputs, given, opaque, training=training)
+    return record(model, inputs, _samples(example, more=again), opaque, training=training)
 
 
-def _with_another_batch_size(example: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The example with one sample more, where the inputs have a batch axis."""
+def _samples(example: Sequence[Tensor], *, more: bool) -> Sequence[Tensor]:
+    """The example with two samples at least, or one more, if its inputs have a batch axis.
+
+    A single sample would be broadcast, and has no variance.
+    """
     if len({x.shape[:1] for x in example}) > 1 or not example[0].ndim:
         return example
-    return [torch.cat([x, x[:1]]) for x in example]
+    size = max(len(example[0]), 2) + more
+    return [torch.cat([x] * size)[:size] for x in example]
 
 
 @contextmanager

@@ -164,6 +164,7 @@ def _lower_block(
         sites=_sites(fused, shapes, outputs),
         channels_last=seen.channels_last,
         whole=seen.whole,
+        returns=seen.returns,
     )
 
 

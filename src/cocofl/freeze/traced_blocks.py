@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import operator
 import warnings
 from collections.abc import Callable, Mapping
@@ -128,6 +129,8 @@ class SeenBlock:
     result: Any
     whole: Any
     channels_last: bool
+    returns: type | None
+    """The class of its result, if that is a dict with attributes."""
 
 
 def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
@@ -153,11 +156,14 @@ def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
 
 def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> SeenBlock:
     graph, fast = copy.deepcopy(traced.graph), _runs_channels_last(traced, arguments)
+    returns: type | None = None
     while True:
         watch, own = Watch(traced, graph), [_copied(x) for x in arguments]
         result = watch.run(*own)
         if not any(node in watch.bundles for node in graph.output_node().all_input_nodes):
-            return SeenBlock(traced, graph, watch, own, result, whole, fast)
+            return SeenBlock(traced, graph, watch, own, result, whole, fast, returns)
+        if isinstance(result, dict) and dataclasses.is_dataclass(result):
+            returns = type(result)
         _return_single_values(graph, watch.bundles)
 
 
