@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import linecache
 import traceback
@@ -153,6 +154,12 @@ def left_as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTRIES})
         for module in model.modules()
     ]
+    collections = [
+        (value, copy.copy(value))
+        for module in model.modules()
+        for value in vars(module).values()
+        if type(value) in (dict, list, set)
+    ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for module in model.modules():
         module.training = training
@@ -165,6 +172,9 @@ def left_as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
             for name, values in registries.items():
                 attributes[name].clear()
                 attributes[name].update(values)
+        for held, contents in collections:
+            held.clear()
+            (held.extend if isinstance(held, list) else held.update)(contents)
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)

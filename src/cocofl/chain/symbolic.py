@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -25,9 +26,10 @@ from cocofl.chain.graphs import (
 from cocofl.errors import InvalidExample
 
 # These read a size or device of the model's input without asking torch.fx, which then gives up.
+RANDOM = (torch.rand, torch.randn, torch.randint, torch.randperm)
 FACTORIES = (
-    *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand),
-    *(torch.randn, torch.tensor, torch.zeros),
+    *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones),
+    *(torch.tensor, torch.zeros, *RANDOM),
 )
 
 
@@ -128,6 +130,14 @@ class _Tracer(fx.Tracer):
         self.calls[index] = Call(path, m, start, self.n_steps)
         return result
 
+    def create_arg(self, a: Any) -> Any:
+        # torch.fx would make a plain dict of a dict with attributes.
+        if isinstance(a, dict) and dataclasses.is_dataclass(a):
+            given = {f.name: getattr(a, f.name) for f in dataclasses.fields(a)}
+            given = {name: self.create_arg(x) for name, x in given.items() if x is not None}
+            return self.create_node("call_function", type(a), (), given)
+        return super().create_arg(a)
+
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise fx.proxy.TraceError("torch.no_grad() and autocast inside forward are not traced")
@@ -143,6 +153,9 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, fx.Proxy):
                 return leaf.tracer.create_proxy("call_function", function, args, kwargs)
+        if function in RANDOM:
+            # The number would be drawn once, and stand in the graph for ever.
+            raise fx.proxy.TraceError("forward draws random numbers of its own")
         return function(*args, **kwargs)
 
     return record

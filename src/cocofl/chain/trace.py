@@ -246,7 +246,7 @@ class _Merge:
         """Keep a random draw that only train mode makes and nobody reads: others come after it."""
         with self.one.graph.inserting_before(draw):
             flag = self.one.graph.create_node("get_attr", "training")
-        draw.args = (flag, draw.target.__name__, *draw.args)
+        draw.args = (flag, draw.target.__name__, *draw.args)  # type: ignore[union-attr]
         draw.target = if_training
 
     def same_operation(self, a: fx.Node, b: fx.Node) -> bool:

@@ -40,7 +40,7 @@ class Environment(dict[str, Any]):
     """The values of a region by name."""
 
     constants: frozenset[str] = frozenset()
-    """Those that it was given and nobody wants a gradient of: a mask, a weight of a frozen block."""
+    """Those that it was given and nobody wants a gradient of, such as a mask."""
 
 
 class Sink(dict[str, Gradient]):

@@ -162,8 +162,9 @@ def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> SeenBl
         result = watch.run(*own)
         if not any(node in watch.bundles for node in graph.output_node().all_input_nodes):
             return SeenBlock(traced, graph, watch, own, result, whole, fast, returns)
-        if isinstance(result, dict) and dataclasses.is_dataclass(result):
-            returns = type(result)
+        kind: Any = type(result)
+        if isinstance(result, dict) and dataclasses.is_dataclass(kind):
+            returns = kind
         _return_single_values(graph, watch.bundles)
 
 
