@@ -211,3 +211,31 @@ def test_tied_weight_learns_from_both_ends_or_not_at_all() -> None:
         model.first.weight.zero_()
     chain.load_state_dict(model.state_dict())
     assert torch.equal(chain(VECTOR), model.second.bias.expand(4, 6))
+
+
+class InOut(nn.Module):
+    """A linear layer with its weight as (in, out), as GPT-2 has it."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8) * 0.3)
+        self.bias = nn.Parameter(torch.randn(8))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.size()[:-1] + (8,)
+        y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
+        return y if self.factor == 1.0 else y * self.factor
+
+
+@pytest.mark.parametrize(("factor", "kernels"), [(1.0, {"reference"}), (2.0, {"float32"})])
+def test_product_with_a_transposed_weight_is_int8_where_it_is_nothing_else(
+    factor: float, kernels: set[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(InOut(factor), nn.Linear(8, 6), nn.Linear(6, 6)).eval()
+    chain = split(model, VECTOR, by_running=True)
+    net = freeze(chain, Span(1, 2), backend="reference")
+    assert {row.kernel for row in net.describe() if row.block == 0} == kernels
+    expected = model(VECTOR)
+    assert (net(VECTOR) - expected).abs().max() < 0.05 * expected.abs().max()

@@ -111,6 +111,17 @@ def is_layer(module: nn.Module) -> bool:
     return where.startswith(("torch.nn", "torch.ao.nn")) and forward is not nn.Sequential.forward
 
 
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module holds a matrix (in, out) and a bias (out), and nothing else.
+
+    So it may be a linear layer by another name, such as the Conv1D of GPT-2.
+    """
+    held = {name: p for name, p in module._parameters.items() if p is not None}
+    if held.keys() != {"weight", "bias"} or module._buffers or module._modules:
+        return False
+    return held["weight"].ndim == 2 and held["weight"].shape[1:] == held["bias"].shape
+
+
 def is_container(module: nn.Module) -> bool:
     """Whether it is a plain ``nn.Sequential`` or the like, which says nothing about blocks."""
     return type(module).__module__.startswith("torch.nn")

@@ -27,6 +27,7 @@ from cocofl.chain.graphs import (
     Recorded,
     bound_inputs,
     does_not_run,
+    has_matrix,
     in_assertion,
     is_layer,
     left_as_it_was,
@@ -189,15 +190,11 @@ class Recorder(TorchFunctionMode):
         self._stack.append(len(self._calls))
         self._calls.append((path, module))
         try:
-            if (
-                path not in self.opaque
-                and type(module) is nn.TransformerEncoder
-                and len(args) == 1
-                and not kwargs
-            ):
-                return run_encoder(module, args[0])
-            if path not in self.opaque and not is_layer(module):
-                return run(module, *args, **kwargs)
+            if path not in self.opaque:
+                if type(module) is nn.TransformerEncoder and len(args) == 1 and not kwargs:
+                    return run_encoder(module, args[0])
+                if not (is_layer(module) or has_matrix(module)):
+                    return run(module, *args, **kwargs)
             self.values[path] = module
             return self._step(
                 "call_module", path, args, kwargs, lambda: run(module, *args, **kwargs)
@@ -393,7 +390,8 @@ class Recorder(TorchFunctionMode):
 
     def is_whole(self, path: str, module: nn.Module) -> bool:
         """Whether a module, or one that it is in, is run as it is."""
-        return is_layer(module) or not self.opaque.keys().isdisjoint(_upward(path))
+        known = is_layer(module) or has_matrix(module)
+        return known or not self.opaque.keys().isdisjoint(_upward(path))
 
     def recorded(self) -> Recorded:
         """The graph and what is known of it."""

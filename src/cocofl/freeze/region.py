@@ -211,7 +211,8 @@ def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None]:
         assert affine is not None
         return affine.factor.view(-1, 1, 1, 1), affine.offset
     layer: Any = block.get_submodule(op.layer)
-    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    weight = op.kind.weight_of(layer).detach()
+    bias = None if layer.bias is None else layer.bias.detach()
     if affine is not None:
         weight, bias = fold_affine(weight, bias, affine)
     return op.kind.to_image(weight), bias
