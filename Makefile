@@ -8,7 +8,7 @@ SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 # In the order of tests/conftest.py; left alone, xdist keeps the files with few but long tests for last.
 IN_TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-faults test-docs lint types docs browser audit lock clean
+.PHONY: demo test test-slow test-faults test-hostile test-docs test-arm lint types docs browser audit lock clean
 
 # Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
 demo: $(VENV)/installed
@@ -24,9 +24,17 @@ test-slow: $(VENV)/installed
 test-faults: $(VENV)/installed
 	$(BIN)/pytest -m faults -s tests/test_flower_faults.py
 
+# What attackers try: hostile files, devices and networks, within 15 minutes.
+test-hostile: $(VENV)/installed
+	$(BIN)/python bench/hostile.py
+
 # The documentation's longer commands, at reduced size.
 test-docs: $(VENV)/installed
 	$(BIN)/pytest tests/test_docs.py -m "slow or not slow"
+
+# On emulated ARM cores; makes the emulator first, 5.5 GB in .arm/.
+test-arm: $(VENV)/installed
+	bash tools/arm/test.sh .arm
 
 # Pages and API reference into site/; a warning is an error.
 docs: $(VENV)/installed

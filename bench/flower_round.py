@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cocofl.config import Experiment
 from cocofl.flower.loopback import Loopback
@@ -39,8 +40,8 @@ app = client.app
 
 
 class Measured(client.Device):
-    def play(self, round_index, lr, state):
-        found = {"round": round_index + 1, "processes": 0, "Rss": 0, "Pss": 0}
+    def play(self, request, lr, state):
+        found = {"round": request.round_index + 1, "processes": 0, "Rss": 0, "Pss": 0}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if os.getpgid(int(entry.name)) != os.getpgid(0):
@@ -54,7 +55,7 @@ class Measured(client.Device):
                 found[name] += kilobytes[name] / 1024
         with open(os.environ["COCOFL_BENCH_MEMORY"], "a") as out:
             out.write(json.dumps(found) + chr(10))
-        return super().play(round_index, lr, state)
+        return super().play(request, lr, state)
 
 
 client.Device = Measured
@@ -73,13 +74,14 @@ def deploy(folder: Path, rounds: int, supernodes: int, stock: bool) -> dict[str,
     with Loopback(folder / "network") as network:
         for number in range(supernodes):
             limits = dict.fromkeys(("time", "memory", "upload"), BUDGETS[number % len(BUDGETS)])
-            node = {"partition-id": number, "num-partitions": supernodes, **limits}
+            node: dict[str, Any] = {"partition-id": number, "num-partitions": supernodes, **limits}
+            node["trust"] = "measured"
             start = start_stock_node if stock else Loopback.start_node
             start(network, f"supernode{number}", node)
         network.submit(app)
         ends = round_ends(folder / "run" / "metrics.jsonl", rounds)
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
-    assert all(record.count("merged") == supernodes for record in records), records
+    assert all(record["merged"] == supernodes for record in records), records
     trained: defaultdict[int, float] = defaultdict(float)
     for log in (folder / "network").glob("supernode*.log"):
         for number, seconds in TRAINED.findall(log.read_text()):
@@ -95,14 +97,17 @@ def deploy(folder: Path, rounds: int, supernodes: int, stock: bool) -> dict[str,
     }
 
 
-def start_stock_node(network: Loopback, name: str, config: Mapping[str, float]) -> None:
+def start_stock_node(network: Loopback, name: str, config: Mapping[str, Any]) -> None:
     """A SuperNode as Flower has it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = ["flower-supernode", "--host", "127.0.0.1", "--port", str(port), "--insecure"]
     words += ["--superlink", f"127.0.0.1:{network.port}"]
-    words += ["--node-config", " ".join(f"{key}={value}" for key, value in config.items())]
+    words += [
+        "--node-config",
+        " ".join(f"{key}={json.dumps(value)}" for key, value in config.items()),
+    ]
     network.spawn(name, words)
 
 

@@ -30,12 +30,13 @@ from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.state import ServerState, Tensors
 from cocofl.fl.trainer import Task
-from cocofl.flower.updates import Contract
+from cocofl.flower.updates import Contract, Request
 from cocofl.freeze.state import block_state
 from cocofl.span import Span
 
 Rng = np.random.Generator
 MAX_SAMPLES, MAX_CHANGE = 5000, 3.0
+REQUEST = Request(6, 8 * "5eed", 8 * "f00d")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def real_updates() -> tuple[BlockChain, Tensors, list[Original]]:
         for stop in range(start + 1, len(chain) + 1):
             work = SpanWork(Span(start, stop), "qff" if (start + stop) % 3 else "f")
             task = Task(0, 0, start, job.federation.partition[start][:16], work, 0.05)
-            found.append(Original(contract.encode(trainer.train(task, job.initial))))
+            found.append(Original(contract.encode(trainer.train(task, job.initial), REQUEST)))
     return chain, job.initial.tensors, found
 
 
@@ -141,7 +142,10 @@ def wrong_fact(rng: Rng, one: Original, _other: Original) -> Mutant:
     """One field of the metadata says something else."""
     field = str(rng.choice(list(one.about)))
     wrong: dict[str, list[Any]] = {
-        "format": ["", "cocofl update 2", None, 1],
+        "format": ["", "cocofl update 1", None, 1],
+        "round": [6, 8, 0, -1, 7.0, "7", None, True, [], 10**30, {}],
+        "nonce": ["", "5eed" * 7, None, 5, [], "x" * 3000],
+        "state": ["", "f00d" * 7, None, 5, {}, "\u0000"],
         "layout": ["0" * 16, "", None, 5, "g" * 16],
         "span": [[0], [0, 99], [-1, 1], [2, 1], [1, 1], "0:1", [0.0, 1.0], [True, 2], None, {}],
         "samples": [0, -1, 5001, 10**30, 1.5, "9", None, True, [], math.nan],
@@ -237,6 +241,7 @@ def second_opinion(chain: BlockChain, state: Tensors, payload: bytes) -> str:
     """What is wrong with an update, by other means than the contract's; empty if nothing."""
     tensors = load(payload)
     about = json.loads(_about(payload))
+    assert (about["round"] - 1, about["nonce"], about["state"]) == REQUEST, "of another request"
     start, stop = about["span"]
     own: Tensors = {}
     for block in list(chain.blocks)[start:stop]:
@@ -247,7 +252,9 @@ def second_opinion(chain: BlockChain, state: Tensors, payload: bytes) -> str:
     if not 1 <= about["samples"] <= MAX_SAMPLES or not math.isfinite(about["loss"]):
         return "samples or loss"
     scales = tensors.get("scales", torch.ones(0))
-    if len(scales) != bin(int(about["scales"], 16)).count("1") or not bool((scales > 0).all()):
+    if len(scales) != bin(int(about["scales"], 16)).count("1") or not bool(
+        ((scales >= 1e-20) & (scales <= 1e6)).all()
+    ):
         return "scales"
     if not all(bool(torch.isfinite(t).all()) for t in tensors.values()):
         return "not finite"
@@ -273,8 +280,8 @@ def main() -> None:
     chain, state, originals = real_updates()
     contract = Contract(chain, max_samples=MAX_SAMPLES, max_change=MAX_CHANGE)
     for original in originals:
-        span, received = contract.decode(original.payload, state)
-        assert contract.encode(received) == original.payload, span
+        span, received = contract.decode(original.payload, state, REQUEST)
+        assert contract.encode(received, REQUEST) == original.payload, span
         assert not second_opinion(chain, state, original.payload)
     rng = np.random.default_rng(arguments.seed)
     outcomes: Counter[str] = Counter()
@@ -288,7 +295,7 @@ def main() -> None:
             outcomes["unchanged"] += 1
             continue
         try:
-            _, received = contract.decode(payload, state)
+            _, received = contract.decode(payload, state, REQUEST)
         except RejectedUpdate as error:
             outcomes[f"rejected: {error.reason}"] += 1
             continue

@@ -2,10 +2,12 @@
 
 python bench/report.py [--rounds 1000] [--seeds 3] [--out FOLDER]
 python bench/report.py --out runs/comparison --picture docs/report.png
+python bench/report.py --long 100000 --against OTHER/src
 
 Makes run folders as `cocofl compare` does, with made-up numbers (nothing is trained), reports
 them, and opens the page in headless Chromium if it is there. A folder that exists is reported as
-it is; --picture keeps what its page looks like.
+it is; --picture keeps what its page looks like. --long reports one run of so many rounds, each time
+in a fresh process, this tree's and another's in turn.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -104,6 +109,32 @@ def made_up_run(folder: Path, strategy: str, split: str, seed: int, rounds: int)
     (folder / "about.json").write_text(json.dumps(about))
 
 
+def made_up_deployment(folder: Path, rounds: int, reason: str) -> None:
+    """A run of four nodes, of which the last is an outlier, then refused, then quarantined."""
+    made_up_run(folder, "cocofl", "rc", 0, rounds)
+    rng, nodes = np.random.default_rng(0), [11, 12, 2**40, 2**64 - 1]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        number = line["round"]
+        held = number > 9
+        is_far, is_refused = number % 3 == 0, number % 3 == 2
+        fates = dict.fromkeys(nodes[: 3 if held else 4], "merged")
+        fates |= {nodes[3]: "rejected"} if is_refused and not held else {}
+        line["devices"] = [[node, "", f"0:{BLOCKS}", fate] for node, fate in fates.items()]
+        line["figures"] = [
+            [node, 400, round(float(rng.uniform(0.4, 0.6)), 4), 1.5, ratio, 1.1, ratio > 20]
+            for node, fate in fates.items()
+            if fate == "merged"
+            for ratio in [40.0 if node == nodes[3] and is_far else float(rng.uniform(0.5, 2))]
+        ]
+        line["reasons"] = [[node, reason] for node, fate in fates.items() if fate == "rejected"]
+        if held:
+            line["quarantined"] = [nodes[3]]
+        for fate in ("merged", "rejected", "lost"):
+            line[fate] = list(fates.values()).count(fate)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def _device(rng: np.random.Generator, strategy: str, fate: str) -> list[object]:
     group = int(rng.integers(3))
     if strategy == "centralized":
@@ -191,13 +222,59 @@ def picture(page: Path, out: Path, height: int = 1110) -> None:
     print(f"picture: {out}, {out.stat().st_size / 1e3:.0f} kB")
 
 
+LONG = """
+import sys, time
+from pathlib import Path
+from cocofl.report import writing
+from cocofl.report.runs import find_runs
+class Nowhere(writing.Sources):
+    # What data and tables cost does not depend on rounds.
+    def holdings(self): raise writing.CocoflError("left out")
+    def tables(self): raise writing.CocoflError("left out")
+writing.Sources = Nowhere
+def memory(name):  # not getrusage's, which begins with the peak of the parent
+    return int(Path("/proc/self/status").read_text().partition(name)[2].split()[0])
+begin, before = time.process_time(), memory("VmRSS:")
+writing.write_report(find_runs([Path(sys.argv[1])]), Path(sys.argv[2]))
+peak = memory("VmHWM:")
+print(time.process_time() - begin, (peak - before) / 1e3, peak / 1e3)
+"""
+
+
+def long_run(rounds: int, against: Path | None, repeats: int = 3) -> None:
+    """What the report of one long run takes, here and in another tree."""
+    here = Path(__file__).parents[1] / "src"
+    trees = {"here": here} | ({"against": against.resolve()} if against else {})
+    found: dict[str, list[list[float]]] = {name: [] for name in trees}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, page = Path(temporary) / "runs", Path(temporary) / "page.html"
+        made_up_run(folder / "cocofl", "cocofl", "rc", 0, rounds)
+        for _ in range(repeats):
+            for name, source in trees.items():
+                environment = {**os.environ, "PYTHONPATH": str(source)}
+                words = [sys.executable, "-c", LONG, str(folder), str(page)]
+                done = subprocess.run(words, env=environment, capture_output=True, check=True)
+                found[name].append([float(word) for word in done.stdout.split()])
+    medians = {name: np.median(measured, axis=0) for name, measured in found.items()}
+    for name, (seconds, grown, peak) in medians.items():
+        print(f"{name}: {seconds:.1f} s of CPU, {grown:.0f} MB above {peak - grown:.0f} MB")
+    if against:
+        ratios = medians["here"] / medians["against"]
+        print(f"ratio: time {ratios[0]:.2f}, memory {ratios[1]:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="keep the folder and the page")
     parser.add_argument("--picture", type=Path, help="what the page looks like, as PNG")
+    parser.add_argument("--long", type=int, help="rounds of a single run")
+    parser.add_argument("--against", type=Path, help="src of another tree to compare --long with")
     arguments = parser.parse_args()
+    if arguments.long:
+        long_run(arguments.long, arguments.against)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.out or Path(temporary) / "comparison"
         if not folder.exists():

@@ -94,8 +94,10 @@ class _Interrupt:
 
 
 def digest(path: Path) -> str:
-    """Of a run folder."""
-    parts = [hashlib.sha256((path / name).read_bytes()) for name in (METRICS, MODEL)]
+    """Of a run folder: its metrics, and the values of its model, whatever the file says of them."""
+    model = (path / MODEL).read_bytes()
+    values = model[8 + int.from_bytes(model[:8], "little") :]
+    parts = [hashlib.sha256(content) for content in ((path / METRICS).read_bytes(), values)]
     return " ".join(part.hexdigest()[:16] for part in parts)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cocofl.config import Experiment
-from cocofl.data import REGISTRY, DataSet, Facts, Split
+from cocofl.data import REGISTRY, DataSet, Facts, Samples
 from cocofl.engine.rounds import ask_devices
 from cocofl.errors import CocoflError
 from cocofl.experiment import Setup
@@ -62,7 +62,7 @@ def made_up(name: str) -> DataSet:
         facts = Facts(source.task, names, channels=3, owner_names=tuple(map(str, range(PLAYS))))
         labels = rng.integers(source.num_classes, size=n)
         inputs = np.broadcast_to(np.uint8(0), (n, *shape))
-        splits.append(Split(Path(name), facts, inputs, labels, play.astype(np.int32), b""))
+        splits.append(Samples(Path(name), facts, inputs, labels, play.astype(np.int32), b""))
     return DataSet(name, *splits)
 
 

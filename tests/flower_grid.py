@@ -65,9 +65,11 @@ def device(number: int, of: int = 2, **config: Any) -> Node:
     return answer
 
 
-def play(folder: Path, nodes: dict[int, Node], config: Mapping[str, Any]):
+def play(
+    folder: Path, nodes: dict[int, Node], config: Mapping[str, Any], kind: type[Direct] = Direct
+):
     """A run on such a grid: the final state, its rounds, the grid."""
-    grid = Direct(nodes)
+    grid = kind(nodes)
     config = {**config, "flower.folder": str(folder)}
     server.main(grid, Context(1, 1, {}, RecordDict(), config))
     run = RunFolder(folder)

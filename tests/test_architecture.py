@@ -31,8 +31,8 @@ FLOORS = [
     {"freeze"},
     {"chain"},
     {"models", "data"},
-    {"checks", "local_rule", "numerics"},
-    {"allocator", "budget", "files", "named", "rng", "source", "span"},
+    {"accounting", "checks", "local_rule", "numerics"},
+    {"allocator", "budget", "files", "named", "one_line", "rng", "source", "span"},
     {"errors"},
 ]
 LEVEL = {room: level for level, floor in enumerate(FLOORS) for room in floor}
@@ -40,6 +40,7 @@ LEVEL = {room: level for level, floor in enumerate(FLOORS) for room in floor}
 # Frameworks touch only the rooms that adapt them; `import cocofl` costs torch and numpy only.
 CORE_IMPORTS = {"numpy", "torch"}
 ADAPTED_IMPORTS: dict[str, set[str]] = {
+    "accounting": {"dp_accounting"},
     "cli": {"rich", "typer"},
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn"},
     "flower": {"cryptography", "flwr", "httpx"},
@@ -117,8 +118,8 @@ def _nodes(path: Path, kind: type[ast.AST]) -> list[Any]:
 
 def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
     heavy = (
-        "datasets flwr matplotlib pandas PIL plotly pyarrow ray rich safetensors scipy "
-        "sklearn typer"
+        "datasets dp_accounting flwr matplotlib pandas PIL plotly pyarrow ray rich safetensors "
+        "scipy sklearn typer"
     )
     code = f"import sys, cocofl; print([m for m in {heavy.split()} if m in sys.modules])"
     result = subprocess.run(

@@ -285,7 +285,8 @@ def test_what_fails_in_a_worker_is_one_line_and_debug_shows_where(
     assert 'failing.py", line 2, in loss' in call(*words, "--resume", "--debug").stderr
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_say_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
     cocofl = Path(sys.executable).with_name("cocofl")
     words = [cocofl, "run", "tiny.toml", "--set", "rounds=5000", "--set", "engine.workers=2"]
@@ -295,9 +296,9 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     while not (tmp_path / "runs/tiny/metrics.jsonl").exists():
         assert run.poll() is None
         time.sleep(0.05)
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to every process of the command
+    os.killpg(run.pid, number)  # as a terminal does: to every process of the command
     _, said = run.communicate()
-    assert run.returncode == 130
+    assert run.returncode == code
     assert said == (
         "stopped: what is done is kept in runs/tiny; the same command with --resume goes on\n"
     )

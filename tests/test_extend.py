@@ -40,6 +40,7 @@ NAMED: dict[str, dict[str, Any]] = {
         "data.name": "bright_spots:bright_spots",
         "strategy.name": "heterofl",
     },
+    "rule of merging": {"merge.rules": ["norm-clip", "majority:majority"], "merge.share": 0.5},
     "optimizer": {
         "training.optimizer": "sign_descent:SignDescent",
         "training.lr": 0.001,
@@ -71,7 +72,7 @@ def test_an_extension_is_named_and_runs(
 def test_every_example_can_be_imported(tmp_path: Path) -> None:
     write_extensions(tmp_path)
     modules = [name.removesuffix(".py") for name in extensions()]
-    assert len(modules) == 12
+    assert len(modules) == 13
     done = subprocess.run(
         [sys.executable, "-c", f"import {', '.join(modules)}"],
         cwd=tmp_path,

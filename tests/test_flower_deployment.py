@@ -54,6 +54,13 @@ def log_of(network: Loopback, name: str) -> str:
     return (network.folder / f"{name}.log").read_text()
 
 
+def await_text(network: Loopback, name: str, text: str, within_s: float = 120) -> None:
+    end = time.monotonic() + within_s
+    while text not in log_of(network, name):
+        assert time.monotonic() < end, f"{text} is not in the log of {name}"
+        time.sleep(0.1)
+
+
 def test_tls_and_keys_let_the_right_ones_in_and_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,11 +94,13 @@ def test_tls_and_keys_let_the_right_ones_in_and_nobody_else(
 
 def test_nothing_is_left_behind_and_failures_are_told(tmp_path: Path) -> None:
     with Loopback(tmp_path) as network:
-        network.start_node("node0")
+        node = network.start_node("node0")
         with pytest.raises(DeploymentFailed, match=r"no-such-app/pyproject\.toml"):
             network.submit(tmp_path / "no-such-app")
-        time.sleep(1)
+        await_text(network, "node0", "SuperNode ID")
         assert len(network.processes()) >= 2
+        node.terminate()
+        assert exit_code(node) == 143
     assert network.processes() == {}
 
 
@@ -110,6 +119,44 @@ def test_a_first_try_is_one_command(tmp_path: Path) -> None:
     )
     assert again.returncode != 0
     assert "name another folder with --out" in again.stdout + again.stderr
+
+
+WITHHOLDS = f"""
+import runpy
+from flwr.supercore.inflatable import inflatable_utils
+inflatable_utils.push_object_contents_from_iterable = lambda *_, **__: None
+runpy.run_path({NODE_PROGRAM[-1]!r}, run_name="__main__")
+"""
+"""A node that announces its replies and never delivers their parts."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secure", [False, True], ids=["open", "tls"])
+def test_a_withheld_reply_costs_the_round_its_time_and_nobody_else_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, round_s, threads = tmp_path / "run", 25.0, list[int]()
+    with Loopback(tmp_path / "network", secure=secure) as network:
+        for number in range(3):
+            program = [sys.executable, "-P", "-c", WITHHOLDS] if number == 0 else NODE_PROGRAM
+            key = network.new_key(f"key{number}") if secure else None
+            config = {"trust": "task"}
+            network.start_node(f"node{number}", config, key=key, program=program)
+        changes = {"flower.nodes": 3, "rounds": 3, "flower.round_s": round_s}
+        run_id = network.submit(users_app(folder), changes)
+
+        def count_threads(_record: object) -> None:
+            found = [pid for pid, words in network.processes().items() if "serverapp" in words]
+            threads.extend(len(os.listdir(f"/proc/{pid}/task")) for pid in found)
+
+        await_run(network, run_id, folder, count_threads)
+    rounds, timing = Run.open(folder).rounds, RunFolder(folder).timing()
+    print(f"withheld: rounds of {[one['train_s'] for one in timing]} s, threads {threads}")
+    # In the first round a busy machine may take longer to load what devices need.
+    assert [record.count("merged") for record in rounds[1:]] == [2, 2]
+    assert [record.count("late") for record in rounds[1:]] == [1, 1]
+    assert all(one["train_s"] <= round_s + 2 for one in timing)
 
 
 def processes_that_trained(network: Loopback, name: str) -> list[int]:

@@ -80,7 +80,7 @@ def make_app(network: Loopback, **changes: Any) -> tuple[Path, Path]:
 
 
 def start(network: Loopback, number: int, key: Path | None = None, **config: Any) -> Any:
-    whole = {"partition-id": number, "num-partitions": 3, **config}
+    whole = {"trust": "mischief", "partition-id": number, "num-partitions": 3, **config}
     return network.start_node(f"node{number}", whole, key=key)
 
 

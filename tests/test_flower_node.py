@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
+from pathlib import Path
+from threading import Timer
 
 import pytest
+from flwr.cli.build import build_fab_from_disk
+from flwr.clientapp import ClientApp
+from flwr.clientapp.client_app import LoadClientAppError
 
-from cocofl.flower import node
+from cocofl.errors import Untrusted
+from cocofl.flower import client, node
+from cocofl.flower.app_process import load_app
 from cocofl.flower.loopback import NODE_PROGRAM
+from cocofl.flower.settings import write_app
 
 
 def test_frames_arrive_as_they_were_and_large_ones_are_refused(
@@ -31,6 +42,44 @@ def test_a_process_that_dies_or_is_silent_is_an_error_and_the_next_one_is_new() 
     with pytest.raises(TimeoutError, match="no answer"):
         process.ask("app", [b"{}", b"", b"", b"no message"], within_s=0)
     assert process.close() is None, "it is gone already"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Flower builds apps with
+def test_a_device_runs_our_app_or_one_that_its_own_config_trusts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server sends the app, and so names the program."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    app = write_app(tmp_path / "app", {"rounds": 1})
+    assert load_app(build_fab_from_disk(app), {}) is client.app
+    (app / "evil.py").write_text(
+        f"import os; os.mkdir({str(tmp_path / 'ran')!r})\n"
+        "from flwr.clientapp import ClientApp\napp = ClientApp()\nother = print\n"
+    )
+    for name in ("evil:app", "evil:other"):
+        text = (app / "pyproject.toml").read_text()
+        named = re.sub('clientapp = ".*"', f'clientapp = "{name}"', text)
+        (app / "pyproject.toml").write_text(named)
+        fab = build_fab_from_disk(app)
+        if name == "evil:app":
+            with pytest.raises(Untrusted, match="would run code of the module 'evil'"):
+                load_app(fab, {})
+            assert not (tmp_path / "ran").exists()
+            assert isinstance(load_app(fab, {"trust": "task evil"}), ClientApp)
+            assert Path(sys.path[-1]).is_relative_to(tmp_path), "its modules hide no library"
+        else:
+            with pytest.raises(LoadClientAppError, match="not a ClientApp"):
+                load_app(fab, {"trust": "evil"})
+
+
+def test_a_stopped_process_is_ended_and_the_next_one_is_new() -> None:
+    process = node.AppProcess()
+    with pytest.raises(ChildProcessError):
+        process.ask("app", [b"no message"], within_s=120)
+    Timer(0.5, lambda: os.kill(process._process.pid, signal.SIGSTOP)).start()
+    with pytest.raises(TimeoutError, match="no answer"):  # it does not even read
+        process.ask("app", [b"{}", b"x" * 10**7], within_s=2)
 
 
 def test_a_node_loads_no_pytorch_and_says_what_is_wrong() -> None:

@@ -5,8 +5,13 @@ The grid here hands messages straight to functions; real processes are in other 
 
 from __future__ import annotations
 
+import json
+import sys
+import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -15,13 +20,21 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from cocofl.config import Experiment
-from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem, Untrusted
-from cocofl.flower.records import update_reply
+from cocofl.errors import (
+    CocoflError,
+    InvalidBudget,
+    InvalidExperiment,
+    RunFolderProblem,
+    Untrusted,
+)
+from cocofl.experiment import Setup
+from cocofl.flower.quarantine import Quarantine
+from cocofl.flower.records import packed, state_record, unpacked, update_reply
 from cocofl.flower.settings import Deployment, node_budget, read_run_config, run_config, write_app
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.subject import Settings
 from cocofl.profiling.table import Hardware
-from cocofl.runlog import only_writer
+from cocofl.runlog import DeviceFigures, RoundRecord, RunFolder, only_writer
 from tests import flower_grid
 from tests.extensions import write_extensions
 from tests.flower_grid import Node, device
@@ -68,29 +81,39 @@ def test_the_reply_is_hardly_larger_than_the_update(tmp_path: Path) -> None:
     assert whole <= 1.1 * record.bytes_up
 
 
-OWN_NET = """
-import torch
-from torch import nn
-
-
-def net(num_classes):
-    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())
-    return nn.Sequential(body, nn.Linear(8, num_classes)), torch.rand(2, 1, 8, 8)
-"""
-
-
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.name",
+        "data.name",
+        "training.loss",
+        "training.optimizer",
+        "strategy.name",
+        "strategy.selector",
+        "upload.codec",
+        "evaluation.metrics",
+    ],
+)
 def test_a_device_imports_only_what_its_own_config_trusts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    (tmp_path / "own_net.py").write_text(OWN_NET)
+    """Whatever a server names, by the way that messages go; a module that is imported tells."""
+    (tmp_path / "evil.py").write_text("import pathlib; pathlib.Path(__file__ + '.ran').touch()")
     monkeypatch.syspath_prepend(str(tmp_path))
-    plain = {key: value for key, value in TINY.items() if key != "model.options.tiny"}
-    config = {**plain, "rounds": 1, "model.name": "own_net:net"}
-    with pytest.raises(Untrusted, match="would run code of the module 'own_net'"):
-        flower_grid.play(tmp_path / "refused", {1: device(0), 2: device(1)}, config)
-    nodes = {number: device(number - 1, trust="own_net") for number in (1, 2)}
-    _, (record,), _ = flower_grid.play(tmp_path / "trusted", nodes, config)
-    assert record.count("merged") == 2
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+    _, _, grid = play(tmp_path / "run", {1: lambda _: None}, rounds=1, flower__nodes=1)
+    state, settings = unpacked(grid.sent[0])
+    value: Any = ["evil:thing"] if key == "evaluation.metrics" else "evil:thing"
+    changed = Experiment.parse(settings["experiment"]).changed({key: value})
+    request = Message(
+        packed(state_record(state), settings | {"experiment": changed.to_dict()}), 1, "train"
+    )
+    with pytest.raises(Untrusted, match="would run code of the module 'evil'"):
+        device(0)(request)
+    assert not (tmp_path / "evil.py.ran").exists()
+    with pytest.raises(CocoflError, match="evil"):  # it is imported, and has no such thing
+        device(0, trust="evil")(request)
+    assert (tmp_path / "evil.py.ran").exists()
 
 
 def test_a_strategy_of_ones_own_is_deployed_as_it_is_simulated(
@@ -190,6 +213,131 @@ def test_one_bad_device_spoils_no_round(
         assert "node 2" in caplog.text, "it is in the log too"
     alone, _, _ = play(tmp_path / "alone", {1: device(0)}, rounds=1, flower__nodes=1)
     assert same_state(state, alone), "the model is what it is without the bad one"
+
+
+def test_an_update_is_good_for_one_device_in_one_round_only(tmp_path: Path) -> None:
+    """An old one sent again, one that another device made, one that says it is from another."""
+    kept: list[bytes] = []
+
+    def remembering(message: Message) -> Message:
+        kept.append(payload_of(message))
+        return replied(message, kept[-1])
+
+    def posing(message: Message) -> Message:
+        reply = HONEST(message)
+        reply.metadata.__dict__["_src_node_id"] = 1
+        return reply
+
+    nodes = {
+        1: remembering,
+        2: lambda message: replied(message, kept[0]),  # in round 1 it is node 1's
+        3: posing,
+    }
+    _, rounds, _ = play(tmp_path / "run", nodes)
+    assert [[one.fate for one in record.devices] for record in rounds] == [
+        ["merged", "rejected", "rejected"]
+    ] * 2
+    told = [dict(record.reasons) for record in rounds]
+    assert told[0][2] == "request: the update answers another request than this device's"
+    assert told[1][2] == "request: the update is of round 1; asked was round 2"
+    assert told[0][3] == "request: the reply is to another request"
+
+
+def test_a_reply_that_is_never_delivered_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Flower pulls its parts for hours; the others are merged, and nothing piles up."""
+    never = Event()
+
+    class Withheld(flower_grid.Direct):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            (name,) = message_ids
+            if self.sent[int(name)].metadata.dst_node_id == 1:
+                never.wait()
+            return super().pull_messages(message_ids)
+
+    before = threading.active_count()
+    nodes = {1: device(0), 2: device(1), 3: device(0)}
+    _, rounds, _ = flower_grid.play(tmp_path / "run", nodes, TINY, Withheld)
+    fates = [[one.fate for one in record.devices] for record in rounds]
+    assert fates == [["late", "merged", "merged"]] * 2
+    assert threading.active_count() <= before + 2, "one for each pull that never ends"
+    never.set()
+
+
+def test_what_a_device_says_forges_no_line_of_the_log(tmp_path: Path, caplog) -> None:
+    evil = "it burns\r\n\x1b[2JINFO : round 1: 2 merged\u2028\u202e" + 10_000 * "x"
+    answer = {2: lambda message: Message(Error(2, evil), reply_to=message)}
+    _, (record,), _ = play(tmp_path / "run", {1: device(0), **answer}, rounds=1)
+    ((node, told),) = record.reasons
+    assert (node, len(told)) == (2, 300)
+    assert told.isprintable()
+    assert r"it burns\r\n\x1b[2JINFO : round 1: 2 merged\u2028\u202exx" in told
+    assert all(line.isprintable() for line in caplog.messages)
+
+
+def test_no_secret_of_the_command_line_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ServerApp is given its token as a word."""
+    words = ["/venv/bin/flwr-serverapp", "--token", "c2VjcmV0", "--insecure"]
+    monkeypatch.setattr(sys, "argv", words)
+    play(tmp_path / "run", {1: device(0)}, rounds=1, flower__nodes=1)
+    assert RunFolder(tmp_path / "run").about["command"] == "flwr-serverapp"
+    assert not [f for f in (tmp_path / "run").iterdir() if b"c2VjcmV0" in f.read_bytes()]
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/cocofl", "run", "my file.toml"])
+    assert Setup(Experiment()).about()["command"] == "cocofl run 'my file.toml'"
+
+
+def scaled(message: Message) -> Message:
+    """A device that sends 1.6 times the parameters that it has trained."""
+    payload = payload_of(message)
+    at = 8 + int.from_bytes(payload[:8], "little")
+    end = at + json.loads(payload[8:at])["F32"]["data_offsets"][1]
+    values = torch.frombuffer(bytearray(payload[at:end]), dtype=torch.float32)
+    return replied(message, payload[:at] + (1.6 * values).numpy().tobytes() + payload[end:])
+
+
+def test_a_node_that_stands_out_too_often_is_no_longer_asked(tmp_path: Path, caplog) -> None:
+    """Which follows from the records: a server that resumes knows it."""
+    calls = 0
+
+    def stopping(message: Message) -> Message:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return HONEST(message)
+
+    path = tmp_path / "run"
+    config = {"rounds": 3, "flower__quarantine": 2, "flower__max_change": 10.0}
+    nodes = {1: device(0, 4), 2: device(1, 4), 3: stopping, 4: scaled}
+    with pytest.raises(KeyboardInterrupt):
+        play(path, nodes, **config)
+    assert "node 4: outlier: its change is" in caplog.text
+    assert "node 4: quarantined: an outlier in rounds 1, 2 (flower.quarantine)" in caplog.text
+    nodes[4] = lambda _: pytest.fail("it was asked again")
+    _, rounds, _ = play(path, nodes, **config, flower__resume=True)
+    stood_out = [[f.device for f in record.figures if f.outlier] for record in rounds]
+    assert stood_out[:2] == [[4], [4]]
+    assert [record.quarantined for record in rounds] == [None, None, [4]]
+    assert [len(record.devices) for record in rounds] == [4, 4, 3]
+    nodes[4] = scaled
+    with pytest.raises(InvalidExperiment, match="there are 3 nodes beside 1 in quarantine"):
+        play(tmp_path / "few", nodes, **config, flower__nodes=4)
+
+
+def test_outliers_count_within_twenty_rounds_and_among_others() -> None:
+    def record(number: int, *outliers: int, of: int = 4) -> RoundRecord:
+        figures = [DeviceFigures(n, 9, 1.0, 1.0, 1.0, 1.0, n in outliers) for n in range(of)]
+        return RoundRecord(number, 0.1, 0.0, 0, 1.0, [], figures=figures)
+
+    quarantine = Quarantine(2)
+    assert quarantine.add(record(1, 3)) == []
+    assert quarantine.add(record(21, 3)) == [], "the first is too long ago"
+    assert quarantine.add(record(22, 3, 0)) == [], "half of them: nobody knows who is right"
+    assert quarantine.add(record(23, 0, of=1)) == [], "alone"
+    assert quarantine.add(record(40, 3)) == [3]
+    assert quarantine.held == {3: [21, 40]}
+    assert Quarantine(0).add(record(1, 3)) == []
 
 
 def test_a_device_without_room_sits_out(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load
 from cocofl.chain import split
 from cocofl.errors import RejectedUpdate
 from cocofl.fl.merge import Contribution
-from cocofl.flower.updates import Contract
+from cocofl.flower.updates import Contract, Request
 from cocofl.freeze import chain_state, freeze
 from cocofl.models import MODELS
 from cocofl.span import Blocks, Span
@@ -60,6 +60,25 @@ def test_an_update_comes_through_whole(sent) -> None:
     assert set(load(payload)) == {"F32", "scales"}, "any reader of safetensors can open it"
 
 
+def test_an_update_answers_one_request_only(sent) -> None:
+    chain, state, contribution = sent
+    contract, request = Contract(chain), Request(4, "5eed", "f00d")
+    payload = contract.encode(contribution, request)
+    assert contract.decode(payload, state, request)[0] == Span(1, 3)
+    others = {
+        "of round 5; asked was round 4": request._replace(round_index=3),
+        "another request than this device's": request._replace(nonce="5eee"),
+        "another state than was sent": request._replace(state="food"),
+    }
+    for message, other in others.items():
+        with pytest.raises(RejectedUpdate, match=message) as caught:
+            contract.decode(payload, state, other)
+        assert caught.value.reason == "request"
+    for wrong in (5.0, "5", True, None, [5], 10**400):
+        with pytest.raises(RejectedUpdate):
+            contract.decode(rewritten(payload, {"round": wrong}, leave), state, request)
+
+
 def test_blocks_with_gaps_come_through_whole_and_one_way_only() -> None:
     """The classifier beside a span: 1:3+5:6."""
     chain, state, contribution = trained("resnet10-digits", Span(1, 3) | Span(5, 6))
@@ -84,7 +103,7 @@ def test_one_span_is_written_as_it_always_was(sent) -> None:
     tensors = {s.key: torch.zeros(s.shape) for s in contract.slots(Span(1, 3))}
     payload = contract.encode(Contribution(tensors, 5, 0.5))
     digest = hashlib.sha256(payload).hexdigest()
-    assert digest == "de423241622bf5839af13e72c4d80f7c279c2d317afa3ea8269fcad6db2b91d1"
+    assert digest == "2fde65e5e46b50534e94d1dda03e3473d65f2531a89b48e46cd8d510832eda3e"
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet10-digits", "mobilenet", "cnn"])
@@ -249,4 +268,13 @@ def test_no_mutant_of_5000_crashes_the_server_or_gets_merged_wrongly() -> None:
     found = json.loads(done.stdout)
     rejected = {word.split(": ")[1] for word in found["outcomes"] if word.startswith("rejected")}
     assert found["wrong"] == []
-    assert rejected == {"size", "format", "span", "samples", "values", "scales", "change"}
+    assert rejected == {
+        "size",
+        "format",
+        "request",
+        "span",
+        "samples",
+        "values",
+        "scales",
+        "change",
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,13 @@ import pytest
 
 from cocofl import Experiment, simulate
 from cocofl.cli import main
-from cocofl.errors import CocoflError, Untrusted
-from cocofl.named import import_function, names_are_data, vouch_for
+from cocofl.errors import CocoflError, KernelMissing, Untrusted
+from cocofl.flower.client import Device
+from cocofl.freeze import KernelPlan
+from cocofl.named import import_function, names_are_data, user_file, vouch_for
+from cocofl.profiling.measure import prepare_apart
+from cocofl.profiling.subject import Settings
+from cocofl.profiling.table import SHIPPED
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -58,6 +64,7 @@ def call(
     monkeypatch.chdir(tmp_path)
     # As if it were installed: what is refused is refused wherever the module lies.
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delitem(sys.modules, "malice", raising=False)
 
     def run(*words: str) -> Done:
@@ -84,13 +91,16 @@ NAMES: list[dict[str, Any]] = [
     {"data.name": "malice:act"},
     {"training.loss": "malice:act"},
     {"training.optimizer": "malice:act"},
-]
-OTHERS: list[dict[str, Any]] = [
-    {"strategy.name": "malice:act"},
-    {"model.init": "malice:act"},
-    {"tables.spans": "malice:act"},
+    {"upload.codec": "malice:act"},
     {"devices.groups": [{"name": "all", "share": 1.0, "trace": "malice:act"}]},
 ]
+PLAYED: list[dict[str, Any]] = [
+    {"strategy.name": "malice:act"},
+    {"strategy.selector": "malice:act"},
+    {"evaluation.metrics": ["accuracy", "malice:act"]},
+]
+# Nothing is played or begun where these are read.
+OTHERS = {**PLAYED[0], **PLAYED[1], "model.init": "malice:act", "tables.spans": "malice:act"}
 
 
 @pytest.mark.parametrize("changes", NAMES, ids=str)
@@ -98,13 +108,115 @@ def test_evaluate_refuses_what_a_folder_names(
     changes: dict[str, Any], honest: Path, call: Call, tmp_path: Path
 ) -> None:
     done = call("evaluate", str(downloaded(honest, tmp_path / "run", changes)))
+    assert_refused(done, tmp_path)
+
+
+def assert_refused(done: Done, folder: Path) -> None:
     assert done.code == 2
     assert "module 'malice'" in done.err
-    assert "--trust" in done.err
+    assert "say --trust" in done.err
+    assert f"[trust] modules in {user_file()}" in done.err
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("changes", [*NAMES, *PLAYED], ids=str)
+def test_an_experiment_of_a_run_folder_is_data(
+    changes: dict[str, Any], honest: Path, call: Call, tmp_path: Path
+) -> None:
+    path = downloaded(honest, tmp_path / "run", changes)
+    done = call("run", str(path / "experiment.toml"), "--out", str(tmp_path / "again"))
+    assert_refused(done, tmp_path)
+    assert not (tmp_path / "again").exists()
+
+
+def test_other_files_of_a_folder_name_nothing(honest: Path, call: Call, tmp_path: Path) -> None:
+    path = downloaded(honest, tmp_path / "run", {})
+    about = {
+        "strategy": "malice:act",
+        "metrics": {"accuracy": {"name": "malice:act"}},
+        "tables": {"qff": "malice:act"},
+    }
+    for file, changes in (("about.json", about), ("plan.json", {"choices": {"a": "malice:act"}})):
+        content = json.loads((path / file).read_text())
+        (path / file).write_text(json.dumps(content | changes))
+    for command in ("report", "evaluate"):
+        assert call(command, str(path)).code == 0
+    with pytest.raises(KernelMissing, match="'malice:act'"):
+        KernelPlan.load(path / "plan.json")
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("changes", [*NAMES, *OTHERS], ids=str)
+def test_a_table_names_no_code(call: Call, tmp_path: Path) -> None:
+    content = json.loads((SHIPPED / "epyc-mobilenet+qff.json").read_text())
+    del content["checksum"]
+    hostile = {**content, "model": "malice:act", "backend": "malice:act"}
+    Path("table.json").write_text(json.dumps(hostile))
+    assert "malice:act" in call("select", "table.json", "--time", "0.5").out
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("changes", [*NAMES[:5], *PLAYED], ids=str)
+def test_a_device_takes_no_name_from_its_server(
+    changes: dict[str, Any], call: Call, tmp_path: Path
+) -> None:
+    told = {
+        "experiment": Experiment().changed(TINY | changes).to_dict(),
+        "facts": {"class_names": [str(i) for i in range(10)], "mean": [0.3], "std": [0.4]},
+    }
+    node = {"partition-id": 0, "num-partitions": 2}
+    with (
+        names_are_data("task"),
+        pytest.raises(Untrusted, match=r"module 'malice'.*trust = 'malice' in its node config"),
+    ):
+        Device(node, 1, told)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_user_keeps_a_list_of_modules_to_trust(
+    honest: Path, call: Call, tmp_path: Path
+) -> None:
+    path = downloaded(honest, tmp_path / "run", NAMES[0])
+    user_file().parent.mkdir(parents=True)
+    user_file().write_text('[trust]\nmodules = ["malice"]\n')
+    call("evaluate", str(path))
+    assert (tmp_path / "ran").exists()
+    user_file().write_text("[trust]\nmodule = []\n")
+    done = call("doctor")
+    assert (done.code, "unknown key trust.module (did you mean modules?)" in done.err) == (2, True)
+
+
+def test_no_file_that_is_read_adds_to_that_list(honest: Path, call: Call, tmp_path: Path) -> None:
+    path = downloaded(honest, tmp_path / "run", NAMES[0])
+    with (path / "experiment.toml").open("a") as file:
+        file.write('[trust]\nmodules = ["malice"]\n')
+    done = call("evaluate", str(path))
+    assert (done.code, "unknown key trust" in done.err) == (2, True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_measurement_does_not_look_into_the_current_folder_first(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
+    settings = Settings("resnet10-digits", 4, options=(("tiny", True),), method="width")
+    prepare_apart(tmp_path / "workspace", settings)
+    assert (tmp_path / "workspace" / "settings.json").exists()
+
+
+def test_reproducing_imports_nothing_of_the_folders_that_it_finds(
+    honest: Path, call: Call, tmp_path: Path
+) -> None:
+    name = "resnet-fashion_mnist-iid__malice:act__seed0"
+    downloaded(honest, tmp_path / name, {**PLAYED[0], **NAMES[0], "rounds": 1})
+    done = call("reproduce", "table2", "--small", "--read", "--out", str(tmp_path))
+    assert done.code == 0
+    assert not (tmp_path / "ran").exists()
+    call("reproduce", "table2", "--small", "--strategies", "malice:act", "--list")
+    assert (tmp_path / "ran").exists()  # the user named it here
+
+
+@pytest.mark.parametrize("changes", [*NAMES, OTHERS], ids=str)
 def test_report_runs_nothing_that_a_folder_names(
     changes: dict[str, Any], honest: Path, call: Call, tmp_path: Path
 ) -> None:
@@ -116,7 +228,7 @@ def test_report_runs_nothing_that_a_folder_names(
         assert "--trust" in (path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("changes", [NAMES[0], *OTHERS], ids=str)
+@pytest.mark.parametrize("changes", [NAMES[0], OTHERS], ids=str)
 def test_resume_plays_what_the_user_names(
     changes: dict[str, Any], honest: Path, call: Call, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from cocofl.errors import InvalidState, RunFolderProblem
 from cocofl.files import write_text
 from cocofl.runlog import (
+    DeviceFigures,
     DeviceRecord,
     RoundRecord,
     RunFolder,
@@ -69,7 +70,12 @@ def test_a_record_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> N
     made = RunFolder.create(tmp_path / "run", "")
     scores = {"accuracy": 0.5, "perplexity": float("inf"), "class_accuracy": [0.5, 0.25]}
     tested = {"scores": scores, "other_scores": {"batch": {**scores, "group_accuracy": {"a": 1}}}}
-    network = {"bytes_broadcast": 7, "reasons": [(2**64 - 1, "values: not finite")]}
+    network = {
+        "bytes_broadcast": 7,
+        "reasons": [(2**64 - 1, "values: not finite")],
+        "figures": [DeviceFigures(3, 20, 1.5, 0.25, 1.0, 2.0, False)],
+        "quarantined": [2**64 - 2],
+    }
     written = [record(1), record(2, **tested), record(3, **tested, **network)]
     for one in written:
         made.append(one, {"train_s": 0.1, "evaluate_s": 0.0})
@@ -79,6 +85,7 @@ def test_a_record_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> N
     assert list(line) == [
         *("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss"),
         *("merged", "late", "lost", "rejected", "infeasible", "devices", "reasons"),
+        *("figures", "quarantined"),
         *("accuracy", "perplexity", "class_accuracy", "batch_statistics"),
     ]
 
@@ -100,6 +107,9 @@ GOOD = record(2, scores={"accuracy": 0.5}).to_json()
         ({**GOOD, "devices": [[3, "weak", "0:2", "happy"]]}, "'devices' is a list"),
         ({**GOOD, "devices": [[3, "weak", "0:2", ["merged"]]]}, "'devices' is a list"),
         ({**GOOD, "reasons": [[3]]}, "'reasons' is a list"),
+        ({**GOOD, "figures": [[3, 20, 1.5, 0.25, 1.0, 2.0, 1]]}, "'figures' is a list"),
+        ({**GOOD, "figures": [[3, 20, 1.5, float("nan"), 1.0, 2.0, True]]}, "'figures' is a list"),
+        ({**GOOD, "quarantined": [-1]}, "'quarantined' is a list"),
         ({**GOOD, "accuracy": "good"}, "is not numbers"),
         ({**GOOD, "accuracy": 10**400}, "is not numbers"),
         ({**GOOD, "group_accuracy": {"weak": {"all": 1}}}, "is not numbers"),

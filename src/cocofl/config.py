@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -17,16 +17,22 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidExperiment
+from cocofl.files import parsed_toml, read_limited
 from cocofl.fl.codec import Upload
 from cocofl.fl.federation import Faults
 from cocofl.fl.metrics import Evaluation
+from cocofl.fl.privacy import Privacy
+from cocofl.fl.rules import Merging
 from cocofl.fl.training import Training
 from cocofl.freeze import backend_names
-from cocofl.named import nearest
+from cocofl.named import names_in, nearest, user_file
 from cocofl.vector import PRECISIONS
 
 ENGINES = ("auto", "serial", "cohort", "flower")
 MAX_SEED = 2**63 - 1  # the largest that PyTorch takes
+MOST_FILE_BYTES = 2**20
+MOST_DEVICES = 10_000_000
+MOST_BASES = 8  # files below a file
 MAX_WORKERS = 1024  # each is a process with a PyTorch of its own
 _IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _IN_WORDS |= {tuple: "a list", dict: "a table"}
@@ -71,7 +77,7 @@ class DeviceSettings:
     groups: Any = "paper"
 
     def __post_init__(self) -> None:
-        check_number("devices.count", self.count, least=1)
+        check_number("devices.count", self.count, least=1, most=MOST_DEVICES)
         check_number("devices.per_round", self.per_round, least=1)
         if self.per_round > self.count:
             raise InvalidExperiment(
@@ -141,8 +147,10 @@ class Experiment:
     strategy: StrategySettings = field(default_factory=StrategySettings)
     training: Training = field(default_factory=Training)
     upload: Upload = field(default_factory=Upload)
+    merge: Merging = field(default_factory=Merging)
     evaluation: Evaluation = field(default_factory=Evaluation)
     faults: Faults = field(default_factory=Faults)
+    privacy: Privacy = field(default_factory=Privacy)
     tables: TableSettings = field(default_factory=TableSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
 
@@ -216,6 +224,10 @@ class Experiment:
         """
         return _by_key(self.to_dict())
 
+    def names(self) -> list[str]:
+        """The functions that it names, and which are not ours; tables are files at most."""
+        return names_in({k: v for k, v in self.by_key().items() if not k.startswith("tables.")})
+
     def to_toml(self) -> str:
         """The experiment as a file that gives the same experiment again."""
         lines, section = list[str](), ""
@@ -228,6 +240,26 @@ class Experiment:
         return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True)
+class Trust:
+    """Modules of which a folder, a file or a message may name functions."""
+
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class UserSettings:
+    """What holds for all commands of a user; see :func:`~cocofl.named.user_file`."""
+
+    trust: Trust = field(default_factory=Trust)
+
+    @classmethod
+    def load(cls) -> UserSettings:
+        """From the user's file; the defaults where there is none."""
+        path = user_file()
+        return from_table(cls, _read_toml(path)) if path.exists() else cls()
+
+
 def parse_value(text: str) -> Any:
     """A value as in TOML, or the text itself where it is none.
 
@@ -235,8 +267,8 @@ def parse_value(text: str) -> Any:
     (0.1, [600, 800], 'fedavg', True)
     """
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parsed_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 
@@ -311,14 +343,18 @@ def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return result
 
 
-def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's content on top of that of its base."""
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return parsed_toml(read_limited(path, MOST_FILE_BYTES))
     except OSError as error:
         raise InvalidExperiment(f"cannot read {path}: {error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise InvalidExperiment(f"{path} is not TOML: {error}") from error
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file's content on top of that of its base."""
+    content = _read_toml(path)
     folder = path.absolute().parent
     _make_absolute(content, folder)
     base = content.pop("base", None)
@@ -326,7 +362,12 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         return content
     if not isinstance(base, str):
         raise InvalidExperiment(f"{path}: base is {base!r}; expected the name of another file")
-    below = (folder / base).resolve()
+    try:
+        below = (folder / base).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is none, links in a circle
+        raise InvalidExperiment(f"{path}: its base {base[:60]!r} cannot be: {error}") from error
+    if len(above) == MOST_BASES:
+        raise InvalidExperiment(f"{path}: more than {MOST_BASES} files rest on each other")
     if below in above or below == path.resolve():
         raise InvalidExperiment(f"{path}: its base {base} rests on this very file")
     return _changed(_read(below, (*above, path.resolve())), _by_key(content))
@@ -344,7 +385,8 @@ def _make_absolute(content: dict[str, Any], folder: Path) -> None:
         named += [(group, "trace") for group in groups]
     for table, key in named:
         value = table.get(key) if isinstance(table, dict) else None
-        if isinstance(value, str) and value and (folder / value).exists():
+        # Not the path's own method, which raises where a name is too long.
+        if isinstance(value, str) and value and os.path.exists(folder / value):
             table[key] = str(folder / value)  # type: ignore[index]
 
 

@@ -83,7 +83,7 @@ class RejectedUpdate(CocoflError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        """One word: size, format, span, layout, samples, values, scales or change."""
+        """One word: size, format, request, span, layout, samples, values, scales or change."""
 
 
 class ProfilingFailed(CocoflError):

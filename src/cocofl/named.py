@@ -2,7 +2,8 @@
 
 A name is code: importing it runs it. Names that the user's own Python code gives are imported. On
 the command line, and on a device that serves others, names are data (:func:`names_are_data`): one
-is imported only if the user has given it there, or trusts its module.
+is imported only if the user has given it there, or trusts its module. The current folder is on the
+path only for names that the user has given, and last.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cocofl.errors import CocoflError, InvalidSetting, Untrusted
@@ -43,7 +45,19 @@ def vouch_for(*names: str) -> None:
     if _trusted is not None and own:
         _trusted.update(own)
         # Last, so that nothing in the folder is taken for a library.
-        sys.path.append(os.getcwd())
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+
+
+def search_path() -> str:
+    """``PYTHONPATH`` of a process of ours, which finds modules where this one does, in order."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
+def user_file() -> Path:
+    """The user's own settings, which nothing that is read can change."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(base) / "cocofl" / "config.toml"
 
 
 def names_in(values: Any) -> list[str]:
@@ -68,8 +82,9 @@ def refuse_untrusted(*names: str) -> None:
         if _trusted is not None and not _trusted & {EVERYTHING, name, module}:
             raise Untrusted(
                 f"{name} would run code of the module {module!r}, and it was not you who named it "
-                "here: it came with what is read. If you trust whoever made that, say --trust "
-                f"(on a device: trust = {module!r} in its node config)"
+                "here: it came with what is read. If you trust whoever made that, say --trust, or "
+                f"list {module!r} under [trust] modules in {user_file()} (on a device: trust = "
+                f"{module!r} in its node config)"
             )
 
 

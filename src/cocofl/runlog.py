@@ -14,21 +14,31 @@ model.safetensors      the final state; its being there says that the run is com
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
+from cocofl.checks import Amount, Check, Score, check_of, in_short
 from cocofl.errors import InvalidSetting, InvalidState, RunFolderProblem
-from cocofl.files import replacing, write_text
+from cocofl.files import (
+    append_text,
+    check_plain,
+    locked,
+    parsed_json,
+    read_limited,
+    read_lines,
+    replacing,
+    write_text,
+)
 from cocofl.fl.metrics import STATISTICS
+from cocofl.span import MOST_BLOCKS
 
 State = dict[str, Tensor]
 Record = dict[str, Any]
@@ -37,16 +47,14 @@ EXPERIMENT, ABOUT, PLAN = "experiment.toml", "about.json", "plan.json"
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 CHECKPOINT, MODEL = "checkpoint.safetensors", "model.safetensors"
 
-_ORIGIN = ("cocofl", "commit", "torch", "python", "hardware", "engine", "tables")
+MOST_LINE_BYTES, MOST_LOG_BYTES = 16 * 2**20, 2**30
+MOST_STATE_BYTES = 64 * 2**30
 
+_ORIGIN = ("cocofl", "commit", "torch", "python", "hardware", "engine", "tables")
 
 Fate = Literal["merged", "late", "lost", "rejected", "infeasible"]
 FATES: tuple[str, ...] = get_args(Fate)
 """What can become of a device that is asked."""
-
-
-class Score(float):
-    """What a metric comes to, which may well be infinite."""
 
 
 Scores = Mapping[str, Any]
@@ -63,7 +71,22 @@ class DeviceRecord(NamedTuple):
     fate: str
 
 
-@dataclass(frozen=True)
+class DeviceFigures(NamedTuple):
+    """How an update that was merged looks beside the others of its round."""
+
+    device: int
+    samples: int
+    loss: float
+    norm: float
+    """Of the change that it sent."""
+    against_median: float
+    """Its norm over the median norm, in that block where this is largest."""
+    scale_change: float
+    """The largest factor by which it moves a known scale, up or down; 1 where it moves none."""
+    outlier: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RoundRecord:
     """What is to be known of a round; every figure has its one definition here."""
 
@@ -85,19 +108,26 @@ class RoundRecord:
     """The size of all that devices were sent, where they are on a network."""
     reasons: Sequence[tuple[int, str]] | None = None
     """Why updates were refused or did not come, where devices are on a network."""
+    figures: Sequence[DeviceFigures] | None = None
+    """Of every update that was merged, where devices are on a network."""
+    quarantined: Sequence[int] | None = None
+    """Nodes that were there and were not asked for what they sent before."""
+    epsilon: float | None = None
+    """What all rounds so far come to, where there is privacy."""
 
     def count(self, fate: str) -> int:
         """How many devices that became of."""
-        return sum(one.fate == fate for one in self.devices)
+        return [one.fate for one in self.devices].count(fate)
 
     def to_json(self) -> Record:
         """As ``metrics.jsonl`` has it."""
         own = {key: getattr(self, key) for key in _OWN_KEYS if key not in FATES}
         own |= {fate: self.count(fate) for fate in FATES}
         own["devices"] = [list(one) for one in self.devices]
-        own["reasons"] = None if self.reasons is None else [list(pair) for pair in self.reasons]
+        for key in ("reasons", "figures"):
+            own[key] = None if own[key] is None else [list(one) for one in own[key]]
         return {
-            **{k: own[k] for k in _OWN_KEYS if k not in _ON_A_NETWORK or own[k] is not None},
+            **{k: own[k] for k in _OWN_KEYS if k not in _NOT_ALWAYS or own[k] is not None},
             **self.scores,
             **{_OTHER[kind]: dict(found) for kind, found in self.other_scores.items()},
         }
@@ -106,25 +136,32 @@ class RoundRecord:
     def from_json(cls, line: Mapping[str, Any], where: str) -> RoundRecord:
         """A line of ``metrics.jsonl``, which anybody may have made; ``where`` it stands."""
         for key, check in _OWN_KEYS.items():
-            if key not in line and key not in _ON_A_NETWORK:
+            if key not in line and key not in _NOT_ALWAYS:
                 raise RunFolderProblem(f"{where} lacks {key!r}")
             if key in line and not check(line[key]):
-                raise RunFolderProblem(f"{where}: {key!r} is {_in_short(line[key])}")
+                raise RunFolderProblem(f"{where}: {key!r} is {in_short(line[key])}")
         others = {kind: line[key] for kind, key in _OTHER.items() if key in line}
         taken = (*_OWN_KEYS, *_OTHER.values())
         scores = {key: value for key, value in line.items() if key not in taken}
         for found in (scores, *others.values()):
             if not _are_scores(found):
                 raise RunFolderProblem(f"{where}: what the model was tested for is not numbers")
-        reasons = line.get("reasons")
+        reasons, of_devices = line.get("reasons"), line.get("figures")
         figures: Record = {key: line.get(key) for key in _FIGURES}
-        return cls(
+        found = cls(
             **figures,
-            devices=[DeviceRecord(*one) for one in line["devices"]],
+            devices=[_device_record(*one) for one in line["devices"]],
             scores=scores,
             other_scores=others,
             reasons=None if reasons is None else [(node, why) for node, why in reasons],
+            figures=None if of_devices is None else [DeviceFigures(*one) for one in of_devices],
+            quarantined=line.get("quarantined"),
         )
+        fates = [one.fate for one in found.devices]
+        for fate in FATES:
+            if line[fate] != fates.count(fate):
+                raise RunFolderProblem(f"{where}: {fate!r} is {line[fate]}, unlike its devices")
+        return found
 
 
 def metric_names(scores: Scores) -> list[str]:
@@ -152,53 +189,58 @@ def check_metric_names(names: Sequence[str]) -> None:
             )
 
 
-# Numbers of a file are bounded: one of a thousand digits is no number that can be computed with.
-_CHECKS: dict[Any, Callable[[Any], bool]] = {
-    int: lambda value: type(value) is int and 0 <= value < 2**64,
-    float: lambda value: type(value) in (int, float) and abs(value) < 1e300,  # so it is finite
-    Score: lambda value: type(value) is float or (type(value) is int and abs(value) < 1e300),
-    str: lambda value: isinstance(value, str),
-    type(None): lambda value: value is None,
-}
+_is_device = check_of(tuple[int, str, str | None, Fate])
 
 
-def _check_of(shape: Any) -> Callable[[Any], bool]:
-    """Whether what a JSON file holds is of a shape; a tuple is a list there."""
-    origin, inner = get_origin(shape), get_args(shape)
-    if origin is Literal:
-        return lambda value: value in inner
-    checks = [_check_of(one) for one in inner]
-    if origin is list:
-        return lambda value: isinstance(value, list) and all(map(checks[0], value))
-    if origin is dict:
-        return lambda value: isinstance(value, dict) and all(map(checks[1], value.values()))
-    if origin is tuple:
-        return lambda value: (
-            isinstance(value, list)
-            and len(value) == len(checks)
-            and all(check(one) for check, one in zip(checks, value, strict=True))
+@lru_cache(maxsize=2**14, typed=True)
+def _device_record(*fields: Any) -> DeviceRecord:
+    """A device's part in a round, if it can be one; rounds that are alike share it."""
+    if not _is_device(list(fields)):
+        raise ValueError
+    return DeviceRecord(*fields)
+
+
+def _are_devices(value: Any) -> bool:
+    with suppress(TypeError, ValueError):
+        return isinstance(value, list) and all(
+            isinstance(one, list) and _device_record(*one) is not None for one in value
         )
-    if origin is UnionType:
-        return lambda value: any(check(value) for check in checks)
-    return _CHECKS[shape]
+    return False
 
 
-_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss")
-_OWN_KEYS = {
-    **dict(zip(_FIGURES, map(_check_of, (int, float, float, int, int, float | None)), strict=True)),
-    **dict.fromkeys(FATES, _check_of(int)),
-    "devices": _check_of(list[tuple[int, str, str | None, Fate]]),
-    "reasons": _check_of(list[tuple[int, str]]),
+_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss", "epsilon")
+_SHAPES = (int, float, Amount, int, int, float | None, Amount)
+_OWN_KEYS: dict[str, Check] = {
+    **dict(zip(_FIGURES, map(check_of, _SHAPES), strict=True)),
+    **dict.fromkeys(FATES, check_of(int)),
+    "devices": _are_devices,
+    "reasons": check_of(list[tuple[int, str]]),
+    "figures": check_of(list[tuple[int, int, float, float, float, float, bool]]),
+    "quarantined": check_of(list[int]),
 }
 """What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
-_ON_A_NETWORK = ("bytes_broadcast", "reasons")
+_NOT_ALWAYS = ("bytes_broadcast", "reasons", "figures", "quarantined", "epsilon")
+"""The last where there is privacy, the others on a network."""
 _OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
-_are_scores = _check_of(dict[str, Score | list[Score] | dict[str, Score]])
+_are_seconds = check_of(Amount)
+_are_scores = check_of(dict[str, Score | list[Score] | dict[str, Score]])
 
-
-def _in_short(value: Any) -> str:
-    """A value for a message; one that holds others is not written out, however deep it is."""
-    return f"a {type(value).__name__}" if isinstance(value, list | dict) else f"{value!r:.40}"
+_ORIGIN_CHECKS: dict[str, Check] = {
+    **dict.fromkeys(_ORIGIN, check_of(str)),
+    "tables": check_of(dict[str, str]),
+}
+_PART_CHECKS = {"rounds": check_of(int), **_ORIGIN_CHECKS}
+_ABOUT_CHECKS: dict[str, Check] = {
+    **_ORIGIN_CHECKS,
+    **dict.fromkeys(("command", "strategy"), check_of(str)),
+    "strategy_facts": check_of(dict[str, str | bool | int]),
+    "metrics": check_of(dict[str, dict[str, str | bool]]),
+    "model_blocks": lambda value: check_of(int)(value) and value <= MOST_BLOCKS,
+    "samples_left_over": check_of(int),
+    "together": check_of(list[str]),
+    "before": check_of(list[dict[str, int | str | dict[str, str]]]),
+}
+"""What is known of ``about.json``; later versions may say more."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +270,11 @@ class RunFolder:
     @property
     def experiment(self) -> str:
         """The experiment as it was resolved."""
-        return (self.path / EXPERIMENT).read_text(encoding="utf-8")
+        path = self.path / EXPERIMENT
+        try:
+            return read_limited(path).decode()
+        except (OSError, ValueError) as error:
+            raise RunFolderProblem(f"cannot read {path}: {error}") from error
 
     @property
     def is_complete(self) -> bool:
@@ -240,9 +286,13 @@ class RunFolder:
         """Machine, versions, command, tables."""
         path = self.path / ABOUT
         try:
-            return _parsed(path.read_bytes(), str(path))
+            content = _parsed(read_limited(path), str(path))
         except OSError as error:
             raise RunFolderProblem(f"cannot read {path}: {error}") from error
+        _check_about(content, _ABOUT_CHECKS, str(path))
+        for part in content.get("before", []):
+            _check_about({"rounds": None, **part}, _PART_CHECKS, str(path))
+        return content
 
     def write_about(self, about: Mapping[str, Any]) -> None:
         """Keep what is known of this run besides its numbers.
@@ -263,7 +313,7 @@ class RunFolder:
         """What ``tell`` makes of ``about``, of each part where a run went on elsewhere."""
         parts: list[tuple[str, int | None]] = []
         about = self.about
-        for part in [*_parts(about, self.path / ABOUT), about]:
+        for part in [*about.get("before", []), about]:
             told, until = tell(part), part.get("rounds")
             if parts and parts[-1][0] == told:
                 parts.pop()
@@ -277,7 +327,7 @@ class RunFolder:
             return []
         with _opened(self.path / CHECKPOINT) as file:
             last, rounds = self.about, _rounds_in(file)
-        before = _parts(last, self.path / ABOUT)
+        before: list[Record] = last.get("before", [])
         origin = {key: last[key] for key in _ORIGIN if key in last}
         nothing_since = bool(before) and before[-1]["rounds"] >= rounds
         if nothing_since or all(about.get(key) == value for key, value in origin.items()):
@@ -288,15 +338,13 @@ class RunFolder:
         """Add a round's lines."""
         with _writing(self.path):
             for name, line in ((METRICS, record.to_json()), (TIMING, timing)):
-                with (self.path / name).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                append_text(self.path / name, json.dumps(line) + "\n")
 
     def rounds(self) -> list[RoundRecord]:
         """The rounds so far."""
         path, records = self.path / METRICS, []
         metrics: list[str] = []
-        for number, line in enumerate(_read_lines(path), start=1):
-            where = f"{path}, line {number}"
+        for number, (where, line) in enumerate(_read_log(path), start=1):
             record = RoundRecord.from_json(line, where)
             if record.round != number:
                 raise RunFolderProblem(f"{where} is of round {record.round}")
@@ -310,10 +358,11 @@ class RunFolder:
 
     def timing(self) -> list[Record]:
         """Wall-clock seconds of the rounds so far."""
-        lines = _read_lines(self.path / TIMING)
-        for number, line in enumerate(lines, start=1):
-            if not all(_CHECKS[float](line.get(key)) for key in ("train_s", "evaluate_s")):
-                raise RunFolderProblem(f"{self.path / TIMING}, line {number}, lacks seconds")
+        lines = []
+        for where, line in _read_log(self.path / TIMING):
+            if not all(_are_seconds(line.get(key)) for key in ("train_s", "evaluate_s")):
+                raise RunFolderProblem(f"{where} lacks seconds")
+            lines.append(line)
         return lines
 
     def save_checkpoint(self, rounds_done: int, state: Mapping[str, Tensor]) -> None:
@@ -336,12 +385,12 @@ class RunFolder:
             (self.path / CHECKPOINT).unlink(missing_ok=True)
 
     def _write_state(self, name: str, rounds_done: int, state: Mapping[str, Tensor]) -> None:
-        content = state_bytes(state, {"rounds": str(rounds_done)})
+        content = _with_checksum(state_bytes(state), {_ROUNDS: str(rounds_done)})
         with _writing(self.path), replacing(self.path / name) as file:
             file.write(content)
 
     def check_model(self) -> None:
-        """Complain about a final state that is cut off or none; its tensors are not read."""
+        """Complain about a final state that is cut off, changed or none."""
         path = self.path / MODEL
         try:
             with _opened(path):
@@ -361,33 +410,17 @@ class RunFolder:
 
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Make a folder if need be, and keep other processes that ask for it from writing there.
-
-    The folder itself is locked, so nothing is left behind, and whoever is killed has let go of it.
-    Where folders cannot be locked (Windows, some network drives) nobody is kept from anything.
-    """
-    with _writing(path):
-        if not path.exists():
-            path.mkdir(parents=True, exist_ok=True)
-    if sys.platform == "win32":
+    """Make a folder if need be, and keep other processes that ask for it from writing there."""
+    with ExitStack() as until_the_end:
+        with _writing(path):
+            try:
+                until_the_end.enter_context(locked(path, wait=False))
+            except BlockingIOError as error:
+                raise RunFolderProblem(
+                    f"another process is writing the run in {path}; let it end, or name another "
+                    "folder"
+                ) from error
         yield
-        return
-    import fcntl  # noqa: PLC0415 - it is not everywhere
-
-    with _writing(path):
-        held = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunFolderProblem(
-                f"another process is writing the run in {path}; let it end, or name another folder"
-            ) from error
-        except OSError:
-            pass
-        yield
-    finally:
-        os.close(held)
 
 
 def state_bytes(state: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
@@ -400,28 +433,72 @@ def state_bytes(state: Mapping[str, Tensor], about: dict[str, str] | None = None
 
 def state_from_bytes(content: bytes) -> State:
     """The state again."""
+    from safetensors import SafetensorError  # noqa: PLC0415
     from safetensors.torch import load  # noqa: PLC0415
 
-    return load(content)
+    try:
+        return load(content)
+    except (SafetensorError, ValueError) as error:
+        raise InvalidState(f"a state of {len(content)} bytes cannot be read: {error}") from error
 
 
 def read_state(path: Path) -> tuple[int, State]:
-    """Rounds done, and the state; nothing in the file is executed, and sizes are checked."""
+    """Rounds done, and the state; nothing in the file is executed, sizes and checksum are right."""
     with _opened(path) as file:
         return _rounds_in(file), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
+_ROUNDS, _CHECKSUM = "rounds", "sha256"
+_BLANK = "0" * 64
+"""Stands for the checksum while that is computed, of all bytes of the file."""
+
+
+def _with_checksum(content: bytes, about: Mapping[str, str]) -> bytes:
+    """A safetensors file with facts, and a checksum of everything in it beside them."""
+    # Put together here, as the library writes several facts in another order every time.
+    end = 8 + int.from_bytes(content[:8], "little")
+    metadata = {**about, _CHECKSUM: _BLANK}
+    header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])})
+    text = header.encode().ljust(-(-len(header) // 8) * 8)
+    head = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(head)
+    digest.update(memoryview(content)[end:])
+    return head.replace(_BLANK.encode(), digest.hexdigest().encode(), 1) + content[end:]
+
+
+def _check_contents(path: Path, metadata: Mapping[str, str]) -> None:
+    """Complain about a file that is not as it was written; one of before checksums is let pass."""
+    if _ROUNDS in metadata and (more := metadata.keys() - {_ROUNDS, _CHECKSUM}):
+        raise InvalidState(f"{path} is no state of a run: it says {min(more)[:40]!r} of itself")
+    if _CHECKSUM not in metadata:
+        return
+    with path.open("rb") as file:
+        length = file.read(8)
+        head = length + file.read(int.from_bytes(length, "little"))
+        blank = hashlib.sha256(head.replace(metadata[_CHECKSUM].encode(), _BLANK.encode(), 1))
+        if hashlib.file_digest(file, lambda: blank).hexdigest() != metadata[_CHECKSUM]:
+            raise InvalidState(
+                f"{path} was changed after it was written: it does not match its checksum. Put "
+                "back a copy, or remove it: --resume then plays its rounds again"
+            )
+
+
 def _rounds_in(file: Any) -> int:
-    return int((file.metadata() or {}).get("rounds", "0"))
+    said: str = (file.metadata() or {}).get(_ROUNDS, "0")
+    if not (said.isdecimal() and len(said) < 20):
+        raise ValueError(f"it is of round {said[:40]!r}")
+    return int(said)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file whose header is sound and whose size is what that says."""
+    """A safetensors file whose header is sound, whose size is what that says, and its checksum."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
     try:
+        check_plain(path, MOST_STATE_BYTES)
         with safe_open(path, "pt") as file:
+            _check_contents(path, file.metadata() or {})
             yield file
     except (OSError, SafetensorError, ValueError) as error:
         raise InvalidState(f"cannot read {path} as safetensors: {error}") from error
@@ -438,37 +515,42 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _read_lines(path: Path) -> list[Record]:
+def _read_log(path: Path) -> Iterator[tuple[str, Record]]:
+    """Each line of a log that was completed, and where it stands."""
     if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what has no end of line is not complete
-    return [_parsed(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
+        return
+    try:
+        for number, line in enumerate(read_lines(path, MOST_LINE_BYTES, MOST_LOG_BYTES), start=1):
+            where = f"{path}, line {number}"
+            yield where, _parsed(line, where)
+    except OSError as error:
+        raise RunFolderProblem(f"cannot read {path}: {error}") from error
 
 
-def _parsed(text: str | bytes, where: str) -> Record:
+def _parsed(text: bytes, where: str) -> Record:
     """A table of a file that anybody may have made."""
     try:
-        content: Record = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content: Record = parsed_json(text)
+    except ValueError as error:
         raise RunFolderProblem(f"{where} is damaged: {error}") from error
     if not isinstance(content, dict):
-        raise RunFolderProblem(f"{where} is damaged: it is {_in_short(content)}, not a table")
+        raise RunFolderProblem(f"{where} is damaged: it is {in_short(content)}, not a table")
     return content
 
 
-def _parts(about: Record, path: Path) -> list[Record]:
-    """The parts of a run that were played elsewhere, as a file says that anybody may have made."""
-    found = about.get("before", [])
-    if not isinstance(found, list) or not all(
-        isinstance(part, dict) and isinstance(part.get("rounds"), int) for part in found
-    ):
-        raise RunFolderProblem(f"{path} is damaged: 'before' is no list of parts with their rounds")
-    return found
+def _check_about(content: Mapping[str, Any], checks: Mapping[str, Check], where: str) -> None:
+    for key, check in checks.items():
+        if key in content and not check(content[key]):
+            raise RunFolderProblem(f"{where} is damaged: {key!r} is {in_short(content[key])}")
 
 
 def _cut_lines(path: Path, count: int) -> None:
     """Keep the first ``count`` lines of a file; it must have as many."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    try:
+        content = read_limited(path, MOST_LOG_BYTES) if path.exists() else b""
+    except OSError as error:
+        raise RunFolderProblem(f"cannot read {path}: {error}") from error
+    lines = content.splitlines(keepends=True)
     if sum(line.endswith(b"\n") for line in lines) < count:
         raise RunFolderProblem(
             f"{path} has {len(lines)} lines, but the checkpoint beside it is of round {count}"

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from cocofl.errors import InvalidSpan
 
+MOST_BLOCKS = 1024
+"""Of a chain that a file tells of: what it says of each span must fit in memory."""
+
 
 class Role(Enum):
     """What a block does while others are trained (the paper's types a, b and c)."""

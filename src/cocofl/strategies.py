@@ -3,6 +3,7 @@
 from cocofl.budget import Budget
 from cocofl.fl.federation import Situation
 from cocofl.fl.merge import Accumulator, Mean, Merge, ServerOptimizer
+from cocofl.fl.rules import Ballot, Rules
 from cocofl.fl.select import feasible, feasible_widths, maximal, select
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.stacked import NotStacked, StackedNetworks, StackedWork
@@ -17,6 +18,7 @@ from cocofl.span import Blocks, Span
 __all__ = [
     "STRATEGIES",
     "Accumulator",
+    "Ballot",
     "Blocks",
     "Budget",
     "Contribution",
@@ -27,6 +29,7 @@ __all__ = [
     "NotStacked",
     "OrderedWork",
     "Plan",
+    "Rules",
     "ServerOptimizer",
     "ServerState",
     "Situation",

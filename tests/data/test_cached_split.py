@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from cocofl.data import normalise, open_split
-from cocofl.data.split import Draft, Facts, write_split
+from cocofl.data import normalise, open_samples
+from cocofl.data.samples import Facts, NewSamples, write_samples
 from cocofl.errors import InvalidData
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 4, 5, 3), np.uint8)
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0])
-COLOUR = Draft(Facts("image", ("a", "b", "c"), channels=3), LABELS, (4, 5, 3), [IMAGES])
-TEXT = Draft(
+COLOUR = NewSamples(Facts("image", ("a", "b", "c"), channels=3), LABELS, (4, 5, 3), [IMAGES])
+TEXT = NewSamples(
     Facts("text", ("neg", "pos"), vocab_size=400, pad_id=0, owner_kind="play", owner_names=("x",)),
     np.array([1, 0]),
     (3,),
@@ -38,8 +38,8 @@ def path(tmp_path) -> Path:
 
 
 def test_what_was_written_is_read_back(path):
-    write_split(path, replace(COLOUR, inputs=[IMAGES[:3], IMAGES[3:]]))
-    split = open_split(path, verify=True)
+    write_samples(path, replace(COLOUR, inputs=[IMAGES[:3], IMAGES[3:]]))
+    split = open_samples(path, verify=True)
     assert np.array_equal(split.inputs, IMAGES)
     assert np.array_equal(split.labels, LABELS)
     assert split.owners is None
@@ -48,8 +48,8 @@ def test_what_was_written_is_read_back(path):
 
 
 def test_text_keeps_its_tokenizer_and_owners(path):
-    write_split(path, TEXT)
-    split = open_split(path, verify=True)
+    write_samples(path, TEXT)
+    split = open_samples(path, verify=True)
     assert split.tokenizer == b"model"
     assert split.owners.tolist() == [0, 0]
     inputs, labels = split.batch(np.array([0]))
@@ -58,15 +58,15 @@ def test_text_keeps_its_tokenizer_and_owners(path):
 
 
 def test_any_safetensors_reader_can_read_it(path):
-    write_split(path, TEXT)
+    write_samples(path, TEXT)
     arrays = load_file(path)
     assert sorted(arrays) == ["inputs", "labels", "owners", "tokenizer"]
     assert arrays["inputs"].tolist() == [[1, 2, 399], [4, 0, 0]]
 
 
 def test_statistics_are_those_of_numpy_and_normalising_uses_them(path):
-    write_split(path, replace(COLOUR, inputs=[IMAGES[:2], IMAGES[2:]]))
-    split = open_split(path)
+    write_samples(path, replace(COLOUR, inputs=[IMAGES[:2], IMAGES[2:]]))
+    split = open_samples(path)
     assert np.allclose(split.facts.mean, (IMAGES / 255).mean(axis=(0, 1, 2)))
     assert np.allclose(split.facts.std, (IMAGES / 255).std(axis=(0, 1, 2)))
     normal = normalise(split.inputs, split.facts)
@@ -77,8 +77,8 @@ def test_statistics_are_those_of_numpy_and_normalising_uses_them(path):
 
 def test_grey_images_are_stored_once_and_shown_in_three_channels(path):
     grey = IMAGES[..., :1]
-    write_split(path, Draft(COLOUR.facts, LABELS, (4, 5, 1), [grey]))
-    split = open_split(path)
+    write_samples(path, NewSamples(COLOUR.facts, LABELS, (4, 5, 1), [grey]))
+    split = open_samples(path)
     assert split.inputs.shape == (7, 4, 5, 3)
     assert len(split.facts.mean) == 3
     batch, _ = split.batch(np.array([5, 1]))
@@ -88,14 +88,14 @@ def test_grey_images_are_stored_once_and_shown_in_three_channels(path):
 
 
 def test_a_black_split_does_not_divide_by_zero(path):
-    write_split(path, replace(COLOUR, inputs=[np.zeros_like(IMAGES)]))
-    split = open_split(path)
+    write_samples(path, replace(COLOUR, inputs=[np.zeros_like(IMAGES)]))
+    split = open_samples(path)
     assert np.isfinite(normalise(split.inputs, split.facts)).all()
 
 
 def test_a_split_travels_to_another_process_as_its_path(path):
-    write_split(path, replace(COLOUR, inputs=[IMAGES]))
-    split = open_split(path)
+    write_samples(path, replace(COLOUR, inputs=[IMAGES]))
+    split = open_samples(path)
     assert len(pickle.dumps(split)) < 500
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(_pixel_sum, (split,)) == int(IMAGES.sum())
@@ -106,22 +106,22 @@ def _pixel_sum(split):
 
 
 def test_the_mapping_cannot_be_written_to(path):
-    write_split(path, replace(COLOUR, inputs=[IMAGES]))
+    write_samples(path, replace(COLOUR, inputs=[IMAGES]))
     with pytest.raises(ValueError, match="read-only"):
-        open_split(path).labels[0] = 1
+        open_samples(path).labels[0] = 1
 
 
 def test_labels_out_of_range(path):
     with pytest.raises(InvalidData, match=r"sample 2 has label 3.*labelled 0 to 2"):
-        write_split(path, replace(COLOUR, labels=np.array([0, 1, 3, 0, 1, 2, 0])))
+        write_samples(path, replace(COLOUR, labels=np.array([0, 1, 3, 0, 1, 2, 0])))
     with pytest.raises(InvalidData, match="integers in 1 dimension"):
-        write_split(path, replace(COLOUR, labels=LABELS.astype(float)))
+        write_samples(path, replace(COLOUR, labels=LABELS.astype(float)))
     assert not path.exists()
 
 
 def test_fewer_inputs_than_labels_leave_nothing_behind(path):
     with pytest.raises(InvalidData, match="one input per label"):
-        write_split(path, replace(COLOUR, inputs=[IMAGES[:6]]))
+        write_samples(path, replace(COLOUR, inputs=[IMAGES[:6]]))
     assert list(path.parent.iterdir()) == []
 
 
@@ -131,14 +131,14 @@ def test_a_failure_on_the_way_leaves_nothing_behind(path):
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        write_split(path, replace(COLOUR, inputs=breaking()))
+        write_samples(path, replace(COLOUR, inputs=breaking()))
     assert list(path.parent.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("whole") / "split.safetensors"
-    write_split(path, replace(TEXT, inputs=TEXT.inputs))
+    write_samples(path, replace(TEXT, inputs=TEXT.inputs))
     return path.read_bytes()
 
 
@@ -148,7 +148,7 @@ def test_a_file_cut_anywhere_is_refused(whole, tmp_path_factory, length):
     path = tmp_path_factory.mktemp("cut") / "split.safetensors"
     path.write_bytes(whole[: length % len(whole)])
     with pytest.raises(InvalidData):
-        open_split(path)
+        open_samples(path)
 
 
 @given(position=st.integers(0, 10_000), flip=st.integers(1, 255))
@@ -159,7 +159,7 @@ def test_any_changed_byte_is_seen(whole, tmp_path_factory, position, flip):
     changed[position % len(whole)] ^= flip
     path.write_bytes(changed)
     with pytest.raises(InvalidData):
-        open_split(path, verify=True)
+        open_samples(path, verify=True)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_headers_that_are_no_headers(path, header):
     path.parent.mkdir()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(InvalidData):
-        open_split(path)
+        open_samples(path)
 
 
 @pytest.mark.parametrize(
@@ -197,16 +197,16 @@ def test_headers_that_lie(whole, path, old, new):
     path.parent.mkdir()
     path.write_bytes(whole.replace(old.encode(), new.encode().ljust(len(old.encode()))))
     with pytest.raises(InvalidData):
-        open_split(path)
+        open_samples(path)
 
 
 def test_a_header_of_exabytes_is_not_allocated(path):
     path.parent.mkdir()
     path.write_bytes((2**62).to_bytes(8, "little") + b"{}")
     with pytest.raises(InvalidData, match="announces a header of 4611686018427387904 bytes"):
-        open_split(path)
+        open_samples(path)
 
 
 def test_no_file(path):
-    with pytest.raises(InvalidData, match="cannot read the cached split"):
-        open_split(path)
+    with pytest.raises(InvalidData, match="cannot read the cached part"):
+        open_samples(path)

@@ -50,10 +50,10 @@ def test_cifar10_as_the_hub_serves_it(root, tmp_path, monkeypatch):
     # A folder stands in for the repository: the same call, without the network.
     write_cifar10(root)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
-    with vision.cifar10(Origin(None, str(root / "uoft-cs/cifar10")), "standard") as drafts:
-        (images,) = drafts["test"].inputs
+    with vision.cifar10(Origin(None, str(root / "uoft-cs/cifar10")), "standard") as parts:
+        (images,) = parts["test"].inputs
     assert np.array_equal(images, pixels(20, 32, 32, 3))
-    assert drafts["train"].labels.tolist() == [*range(10)] * 4
+    assert parts["train"].labels.tolist() == [*range(10)] * 4
 
 
 def test_names_in_the_file_win_over_ours(root):

@@ -32,7 +32,7 @@ def plays(labels, devices, seed):
     return pt.by_play(labels, devices, seed, groups=pt.equal_groups(devices, n_groups, seed))
 
 
-SPLITS: dict[str, Callable[..., pt.Partition]] = {
+PARTS: dict[str, Callable[..., pt.Partition]] = {
     "iid": pt.iid,
     "iid, drawn": lambda *a: pt.iid(*a, equal=False),
     "dirichlet": lambda *a: pt.dirichlet(*a, alpha=0.1),
@@ -52,12 +52,12 @@ labels_and_devices = st.lists(st.integers(0, 6), min_size=1, max_size=60).flatma
 )
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", PARTS)
 @given(case=labels_and_devices, seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_every_sample_is_on_one_device_or_in_the_remainder(name, case, seed):
     labels, devices = case
-    split = SPLITS[name](labels, devices, seed)
+    split = PARTS[name](labels, devices, seed)
     everything = np.concatenate([*split, split.remainder])
     assert sorted(everything.tolist()) == list(range(len(labels)))
     if name in EQUAL:
@@ -89,7 +89,7 @@ def test_any_positive_alpha_gives_proportions(alpha, seed):
     ],
 )
 def test_a_seed_gives_this_split_on_every_machine(name, checksum):
-    split = SPLITS[name](LABELS_10, 30, 42)
+    split = PARTS[name](LABELS_10, 30, 42)
     flat = np.concatenate([split.offsets, split.indices, split.remainder]).astype("<i8")
     assert zlib.crc32(flat.tobytes()) == checksum
 
@@ -115,9 +115,9 @@ def test_a_cpu_without_wide_vectors_draws_the_same_split():
     assert len(printed) == 1
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", PARTS)
 def test_another_seed_gives_another_split(name):
-    a, b = (SPLITS[name](LABELS_10, 10, seed) for seed in (1, 2))
+    a, b = (PARTS[name](LABELS_10, 10, seed) for seed in (1, 2))
     assert a.indices.tolist() != b.indices.tolist()
 
 
@@ -250,10 +250,10 @@ def test_alpha_must_be_positive(split, alpha):
         split(alpha=alpha)
 
 
-@pytest.mark.parametrize("name", [name for name in SPLITS if name != "natural"])
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "natural"])
 def test_more_devices_than_samples(name):
     with pytest.raises(InvalidPartition, match="3 samples cannot be split over 4 devices"):
-        SPLITS[name](np.array([0, 1, 2]), 4, 0)
+        PARTS[name](np.array([0, 1, 2]), 4, 0)
 
 
 def test_no_devices():

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cocofl.data import Facts, Split, load
+from cocofl.data import Facts, Samples, load
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor, InProcess
 from cocofl.fl.merge import Mean
@@ -69,12 +69,12 @@ def distance_from_labels(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs - F.one_hot(labels, outputs.shape[-1])).square().mean()
 
 
-def texts() -> Split:
+def texts() -> Samples:
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 256, (200, 24))
     tokens[::3, 17:] = 0  # some are shorter
     facts = Facts("text", tuple("abcdefghij"), vocab_size=256, pad_id=0)
-    return Split(Path(), facts, tokens, rng.integers(0, 10, 200), None, b"")
+    return Samples(Path(), facts, tokens, rng.integers(0, 10, 200), None, b"")
 
 
 NETWORKS = {"cnn": cnn, "averaging-cnn": averaging_cnn, "transformer": transformer}

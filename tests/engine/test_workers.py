@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from cocofl.config import Experiment
-from cocofl.engine.workers import PIPE_BYTES, Workers
+from cocofl.engine import workers
+from cocofl.engine.workers import PIPE_BYTES, WorkerFailed, Workers
 from cocofl.experiment import Setup
 from cocofl.fl.state import Contribution, ServerState
 from cocofl.fl.trainer import Task, Trainer
@@ -34,16 +38,16 @@ def test_requests_and_answers_that_are_larger_than_a_pipe() -> None:
     job = Setup(Experiment()).job()
     indices = np.zeros(PIPE_BYTES, np.int64)
     tasks = [Task(0, 0, device, indices, SendsMuch(), 0.1) for device in range(4)]
-    workers, pool = Workers(1), ThreadPoolExecutor(1)
+    executor, pool = Workers(1), ThreadPoolExecutor(1)
     try:
-        workers.prepare(job.trainer, KernelPlan())
-        answers = pool.submit(lambda: list(collected(workers, tasks, job.initial)))
+        executor.prepare(job.trainer, KernelPlan())
+        answers = pool.submit(lambda: list(collected(executor, tasks, job.initial)))
         assert [one.samples for one in answers.result(timeout=15)] == [PIPE_BYTES] * 4
     finally:
-        for channel in workers._channels:
+        for channel in executor._channels:
             channel.process.kill()
         pool.shutdown()
-        workers.close()
+        executor.close()
 
 
 BUSY = """
@@ -69,6 +73,20 @@ def test_a_busy_worker_does_not_outlive_the_process_that_asked() -> None:
     while _runs(stat) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _runs(stat)
+
+
+@pytest.mark.parametrize("much", [False, True], ids=["waiting", "writing"])
+def test_a_worker_that_was_stopped_is_ended_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, much: bool
+) -> None:
+    """Waiting for its answer, or for room in its pipe, would have no end."""
+    monkeypatch.setattr(workers, "SILENT_S", 2)
+    executor = Workers(1)
+    (channel,) = executor._channels
+    os.kill(channel.process.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerFailed, match=r"did not answer for 2 s and was ended; nothing is"):
+        executor._all("path", ["x" * 3 * PIPE_BYTES * much])
+    executor.close()
 
 
 def _runs(stat: Path) -> bool:

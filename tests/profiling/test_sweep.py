@@ -34,6 +34,7 @@ COCOFL = Path(sys.executable).with_name("cocofl")
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # a measurement finds modules where its parent does
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return "own:net"
 

@@ -8,9 +8,11 @@ and exit code 2, anything else that goes wrong into exit code 1.
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +24,7 @@ from cocofl.cli.machine import doctor
 from cocofl.cli.profiling import profile, select
 from cocofl.cli.reproducing import reproduce_app
 from cocofl.cli.running import compare, evaluate, report, run
+from cocofl.config import UserSettings
 from cocofl.errors import CocoflError
 from cocofl.named import names_are_data
 
@@ -63,12 +66,15 @@ for job, (group, words) in GROUPS.items():
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 the user's mistake."""
+    """Run the command line and exit.
+
+    0 done, 1 failed, 2 the user's mistake, 130 stopped by Ctrl-C, 143 ended by SIGTERM.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Taken off here so that it works in any place, before the command or behind it.
     debug = "--debug" in words
     try:
-        with names_are_data():
+        with names_are_data(*UserSettings.load().trust.modules), ended_like_ctrl_c():
             app(args=[word for word in words if word != "--debug"], prog_name="cocofl")
     except Exception as error:
         if debug:
@@ -78,6 +84,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             mistake = isinstance(error, CocoflError)
             print(f"error: {error}" if mistake else failed, file=sys.stderr)
         sys.exit(2 if isinstance(error, CocoflError) else 1)
+
+
+@contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, so that a command says what it kept; exit code 143."""
+    ended = False
+
+    def end(*_: object) -> None:
+        nonlocal ended
+        ended = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if ended:
+            sys.exit(128 + signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.callback()

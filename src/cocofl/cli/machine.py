@@ -25,6 +25,7 @@ from cocofl.profiling.table import cpu_name
 # What int8 and bfloat16 arithmetic is fast with.
 CPU_FEATURES = (
     "avx2", "avx512_f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
+    "neon", "dot", "i8mm", "bf16", "sve", "sve2", "sve_bf16",
 )  # fmt: skip
 PACKAGES = (
     "cocofl", "torch", "numpy", "safetensors", "scikit-learn",

@@ -15,7 +15,7 @@ from cocofl.cli.running import ProgressBar, drawing
 from cocofl.errors import InvalidSetting
 from cocofl.files import write_text
 from cocofl.fl.strategies import facts_of
-from cocofl.named import names_in, vouch_for
+from cocofl.named import vouch_for
 from cocofl.report.tables import TextTable
 from cocofl.reproduction import collection as collections
 from cocofl.reproduction import plans, results, tables
@@ -93,6 +93,7 @@ def table2(
 
     Example: cocofl reproduce table2 --rows mobilenet-cifar10-rc --seeds 1
     """
+    vouch_for(*words(strategies))
     files, seeds = _of_size(small, seeds)
     chosen = words(rows or "") or list(files.rows)
     planned = plans.table2(files, chosen, words(strategies), seeds, rounds, table, widths)
@@ -127,6 +128,7 @@ def fairness(
 
     Example: cocofl reproduce fairness --rows mobilenet-cifar10-rc --seeds 1
     """
+    vouch_for(*words(strategies))
     files, chosen = collections.paper(), words(rows)
     study = Study(
         "fairness",
@@ -229,7 +231,7 @@ def _carry_out(
         check_writable(out / f"{study.name}.csv", "--out")
         first = study.planned[0].experiment
         for planned in study.planned:
-            vouch_for(*names_in(planned.experiment.by_key()))
+            vouch_for(*planned.experiment.names())
         with stoppable(out, "the same command"), ProgressBar(first) as bar:
             notes += play(study.planned, out, watchers=[bar], announce=bar.announce)
     here, left_out = results.find(out, study.files, study.rows)

@@ -35,7 +35,7 @@ from cocofl.named import EVERYTHING, names_in, vouch_for
 from cocofl.report.findings import summary
 from cocofl.report.runs import Scene, arrange, find_runs
 from cocofl.report.tables import TextTable, highlights, margins_text, summary_table
-from cocofl.runlog import FATES, RoundRecord, metric_names, scores_by_name
+from cocofl.runlog import ABOUT, FATES, METRICS, RoundRecord, metric_names, scores_by_name
 from cocofl.trackers import tracker
 
 File = Annotated[
@@ -78,13 +78,14 @@ def run(
         list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; repeatable.")
     ] = None,
     page: Page = True,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Run one experiment: devices of unequal strength train a model together.
 
     Example: cocofl run experiment.toml --set strategy.name=heterofl --out runs/heterofl
     """
-    experiment = read_experiment(file, changes)
+    experiment = read_experiment(file, changes, trust=trust)
     if device is not None:
         experiment = experiment.changed({"engine.device": device, "engine.kind": "cohort"})
     if engine is not None:
@@ -125,13 +126,14 @@ def compare(
     resume: Resume = False,
     out: Annotated[Path, typer.Option(help="A folder for all runs.")] = Path("runs/comparison"),
     page: Page = True,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Compare strategies over several seeds: how good they are overall and per group, mean ± std.
 
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
-    experiment = read_experiment(file, changes, QUICK if file is None else {})
+    experiment = read_experiment(file, changes, QUICK if file is None else {}, trust=trust)
     vouch_for(*words(strategies))
     grid = QUICK_GRID if lr_grid is None and file is None else numbers(lr_grid or "", "--lr-grid")
     if not out.exists():
@@ -292,9 +294,17 @@ class ProgressBar(Progress):
 
 
 def read_experiment(
-    file: Path | None, changes: list[str] | None, defaults: Mapping[str, Any] = MappingProxyType({})
+    file: Path | None,
+    changes: list[str] | None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    trust: bool = False,
 ) -> Experiment:
-    """The file, or the quick start, with ``key=value`` changes."""
+    """The file, or the quick start, with ``key=value`` changes.
+
+    What the user's own file names is imported; what lies in a run folder was written by a program,
+    and may come from anywhere.
+    """
     pairs = dict(defaults)
     for change in changes or []:
         key, equals, value = change.partition("=")
@@ -302,7 +312,8 @@ def read_experiment(
             raise InvalidExperiment(f"--set {change}: expected key=value, like training.lr=0.05")
         pairs[key.strip()] = parse_value(value.strip())
     experiment = Experiment.load(file, pairs) if file else Experiment().changed(pairs)
-    vouch_for(*names_in(experiment.by_key()))
+    in_a_run = file is not None and any((file.parent / one).exists() for one in (ABOUT, METRICS))
+    vouch_for(*[EVERYTHING] * trust, *(names_in(pairs) if in_a_run else experiment.names()))
     return experiment
 
 
@@ -328,6 +339,7 @@ def _summary(done: Run) -> dict[str, Any]:
         by_group: scores_by_name(scores, by_group),
         "simulated_s": sum(record.simulated_s for record in rounds),
         "bytes_up": sum(record.bytes_up for record in rounds),
-        **{fate: sum(record.count(fate) for record in rounds) for fate in FATES},
+        **({} if rounds[-1].epsilon is None else {"epsilon": rounds[-1].epsilon}),
+        **{fate: done.fates[fate] for fate in FATES},
         "tables": done.folder.about["tables"],
     }

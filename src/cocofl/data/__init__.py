@@ -10,7 +10,7 @@
 from cocofl.data import partition
 from cocofl.data.partition import RULES, Partition, Rule, divide
 from cocofl.data.registry import REGISTRY, DataSet, Listing, listing, load
-from cocofl.data.split import Facts, Split, normalise, open_split
+from cocofl.data.samples import Facts, Samples, normalise, open_samples
 
 __all__ = [
     "REGISTRY",
@@ -20,11 +20,11 @@ __all__ = [
     "Listing",
     "Partition",
     "Rule",
-    "Split",
+    "Samples",
     "divide",
     "listing",
     "load",
     "normalise",
-    "open_split",
+    "open_samples",
     "partition",
 ]

@@ -1,4 +1,4 @@
-"""Text data sets: one function each, from its origin to drafts; ``preset`` as in ``vision``.
+"""Text data sets: one function each, from its origin to new samples; ``preset`` as in ``vision``.
 
 IMDB's words are token ids of sentencepiece, by byte-pair encoding rather than its default: it
 counts in integers, so the same text gives the same tokenizer with any number of threads and on any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cocofl.data.huggingface import Table, hub_table, local_tables, open_tables
 from cocofl.data.origin import Origin, enough
-from cocofl.data.split import SPLITS, Draft, Facts, number_owners
+from cocofl.data.samples import PARTS, Facts, NewSamples, number_owners
 from cocofl.data.stable_random import Ints, draw_rows, hold_out
 from cocofl.errors import DataNotFound, InvalidData
 
@@ -36,43 +36,43 @@ TRAIN_FRACTION = 0.8
 CHUNK_WINDOWS = 100_000
 
 Codes = NDArray[np.uint8]
-Drafts = dict[str, Draft]
+NewParts = dict[str, NewSamples]
 
 
 @contextmanager
-def imdb(origin: Origin, preset: str) -> Iterator[Drafts]:
+def imdb(origin: Origin, preset: str) -> Iterator[NewParts]:
     """``stanfordnlp/imdb`` as 512 token ids, from a tokenizer trained on the training text.
 
     The paper's preset pools all reviews and splits them 40 000 to 10 000.
     """
-    with open_tables(origin, SPLITS) as tables:
-        texts = {split: table.strings(table.column("text")) for split, table in tables.items()}
-        labels = {split: table.ints(table.column("label")) for split, table in tables.items()}
+    with open_tables(origin, PARTS) as tables:
+        texts = {part: table.strings(table.column("text")) for part, table in tables.items()}
+        labels = {part: table.ints(table.column("label")) for part, table in tables.items()}
     if preset == "paper":
         pooled_texts = [*texts["train"], *texts["test"]]
         pooled_labels = np.concatenate([labels["train"], labels["test"]])
         n_train = enough(40_000, len(pooled_texts) - 1, "reviews", str(origin))
         rows = hold_out(len(pooled_texts), min(10_000, len(pooled_texts) - n_train), "imdb")
-        texts = {split: [pooled_texts[row] for row in rows[split]] for split in SPLITS}
-        labels = {split: pooled_labels[rows[split]] for split in SPLITS}
+        texts = {part: [pooled_texts[row] for row in rows[part]] for part in PARTS}
+        labels = {part: pooled_labels[rows[part]] for part in PARTS}
     tokenizer = train_tokenizer(texts["train"], IMDB_VOCAB_SIZE)
     facts = Facts("text", IMDB_NAMES, vocab_size=IMDB_VOCAB_SIZE, pad_id=PAD_ID)
     yield {
-        split: Draft(
+        part: NewSamples(
             facts,
-            labels[split],
+            labels[part],
             (IMDB_LENGTH,),
-            [token_ids(tokenizer, texts[split], IMDB_LENGTH)],
+            [token_ids(tokenizer, texts[part], IMDB_LENGTH)],
             dtype="uint16",
             tokenizer=tokenizer,
-            where=f"{origin} ({split})",
+            where=f"{origin} ({part})",
         )
-        for split in SPLITS
+        for part in PARTS
     }
 
 
 @contextmanager
-def shakespeare(origin: Origin, preset: str) -> Iterator[Drafts]:
+def shakespeare(origin: Origin, preset: str) -> Iterator[NewParts]:
     """Windows of 80 characters with the next one as label, and the play each comes from.
 
     Local: a table of roles (play, speaker, text). On the Hub: ``flwrlabs/shakespeare``, LEAF's
@@ -100,22 +100,22 @@ def shakespeare(origin: Origin, preset: str) -> Iterator[Drafts]:
         owner_kind="play",
         owner_names=tuple(play_names[play] for play in kept_plays),
     )
-    drafts = {}
-    for split, n_paper in (("train", 200_000), ("test", 50_000)):
-        starts, roles = window_starts(lengths, split)
+    parts = {}
+    for part, n_paper in (("train", 200_000), ("test", 50_000)):
+        starts, roles = window_starts(lengths, part)
         rows = np.flatnonzero(np.isin(play_of_role[roles], kept_plays))
         if preset == "paper":
             enough(n_paper, len(rows), "windows", str(origin))
-            rows = rows[draw_rows(len(rows), n_paper, f"shakespeare {split}")]
+            rows = rows[draw_rows(len(rows), n_paper, f"shakespeare {part}")]
         starts = starts[rows]
-        drafts[split] = Draft(
+        parts[part] = NewSamples(
             facts,
             codes[starts + WINDOW].astype(np.int64),
             (WINDOW,),
             windows(codes, starts),
             owners=np.searchsorted(kept_plays, play_of_role[roles[rows]]),
         )
-    yield drafts
+    yield parts
 
 
 # --- IMDB ----------------------------------------------------------------------------------------
@@ -251,8 +251,8 @@ def encode(text: str, alphabet: str) -> Codes:
     return np.searchsorted(known, points).astype(np.uint8)
 
 
-def window_starts(lengths: Sequence[int], split: str) -> tuple[Ints, Ints]:
-    """Where the windows of one split begin in the concatenated texts, and which text each is from.
+def window_starts(lengths: Sequence[int], part: str) -> tuple[Ints, Ints]:
+    """Where the windows of one part begin in the concatenated texts, and which text each is from.
 
     >>> [values.tolist() for values in window_starts([105, 10, 405], "test")]
     [[439], [2]]
@@ -261,7 +261,7 @@ def window_starts(lengths: Sequence[int], split: str) -> tuple[Ints, Ints]:
     begin = 0
     for source, length in enumerate(lengths):
         cut = int(length * TRAIN_FRACTION)
-        first, last = (0, cut) if split == "train" else (cut, length)
+        first, last = (0, cut) if part == "train" else (cut, length)
         # A window needs WINDOW characters and one more for its label.
         own = np.arange(begin + first, begin + last - WINDOW)
         starts.append(own)

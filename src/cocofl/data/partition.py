@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cocofl.data import stable_random
-from cocofl.data.split import Split
+from cocofl.data.samples import Samples
 from cocofl.data.stable_random import Floats, Ints, shuffled
 from cocofl.errors import InvalidPartition
 from cocofl.named import nearest
@@ -251,7 +251,7 @@ def check_rule(name: str) -> None:
 
 
 def divide(
-    data: Split, devices: int, seed: int, rule: Rule, groups: Sequence[int] | Ints
+    data: Samples, devices: int, seed: int, rule: Rule, groups: Sequence[int] | Ints
 ) -> Partition:
     """Divide a split over devices; ``groups`` is the group of each device."""
     check_rule(rule.name)
@@ -261,7 +261,7 @@ def divide(
     return function(codes, devices, seed, **{name: known[name] for name in takes})
 
 
-def _goes_by(data: Split, name: str, takes: Collection[str]) -> ArrayLike:
+def _goes_by(data: Samples, name: str, takes: Collection[str]) -> ArrayLike:
     """What a rule looks at: classes where there is an alpha; owners where shares are not equal."""
     if "alpha" in takes:
         if data.facts.labels != "classes":

@@ -13,7 +13,7 @@ from typing import Literal
 
 from cocofl.data import origin as origins
 from cocofl.data.origin import Origin
-from cocofl.data.split import SPLITS, Draft, Facts, Split, open_split, write_split
+from cocofl.data.samples import PARTS, Facts, NewSamples, Samples, open_samples, write_samples
 from cocofl.data.user_data import read_own
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.named import import_ours, nearest
@@ -83,8 +83,8 @@ class DataSet:
     """A data set ready to train on and to test with."""
 
     name: str
-    train: Split
-    test: Split
+    train: Samples
+    test: Samples
 
     @property
     def facts(self) -> Facts:
@@ -117,9 +117,9 @@ def load(name: str = "digits", *, data_dir: Folder = None, preset: str = "standa
     """
     if ":" in name:
         roots = origins.data_dirs(data_dir)
-        drafts, checksum = read_own(name, roots[0] if roots else None)
+        parts, checksum = read_own(name, roots[0] if roots else None)
         paths = _cache_paths(f"own/{name.replace(':', '.')}", checksum)
-        return _load_or_build(name, paths, lambda: nullcontext(drafts))
+        return _load_or_build(name, paths, lambda: nullcontext(parts))
     source = find_source(name)
     if preset not in PRESETS:
         raise DataNotFound(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
@@ -181,7 +181,7 @@ def listing(name: str, *, data_dir: Folder = None) -> Listing:
     paths = _cache_paths(name, f"standard-{origin.fingerprint()}")
     place = f"with {source.package}" if source.package else str(origin.folder or origin.hub)
     try:
-        train, test = (open_split(paths[split]) for split in SPLITS)
+        train, test = (open_samples(paths[part]) for part in PARTS)
     except InvalidData:
         at_hand = bool(source.package or origin.folder)
         return replace(known, state="here" if at_hand else "hub", place=place)
@@ -189,7 +189,9 @@ def listing(name: str, *, data_dir: Folder = None) -> Listing:
     return Listing(name, source.task, *sizes, "ready", place)
 
 
-def _builder(source: Source) -> Callable[[Origin, str], AbstractContextManager[dict[str, Draft]]]:
+def _builder(
+    source: Source,
+) -> Callable[[Origin, str], AbstractContextManager[dict[str, NewSamples]]]:
     try:
         return import_ours(f"cocofl.data.{source.build}", DataNotFound)
     except DataNotFound as error:
@@ -206,29 +208,31 @@ def _builder(source: Source) -> Callable[[Origin, str], AbstractContextManager[d
 
 
 def _cache_paths(name: str, key: str) -> dict[str, Path]:
-    return {split: origins.cache_dir() / name / f"{key}-{split}.safetensors" for split in SPLITS}
+    return {part: origins.cache_dir() / name / f"{key}-{part}.safetensors" for part in PARTS}
 
 
 def _load_or_build(
-    name: str, paths: dict[str, Path], build: Callable[[], AbstractContextManager[dict[str, Draft]]]
+    name: str,
+    paths: dict[str, Path],
+    build: Callable[[], AbstractContextManager[dict[str, NewSamples]]],
 ) -> DataSet:
-    """Open all splits of a data set, or build all of them when one is missing or broken.
+    """Open all parts of a data set, or build all of them when one is missing or broken.
 
     Together, because they share statistics and tokenizer: old and new would not fit each other.
     """
     if all(path.exists() for path in paths.values()):
         try:
-            return DataSet(name, *(open_split(paths[split], verify=True) for split in SPLITS))
+            return DataSet(name, *(open_samples(paths[part], verify=True) for part in PARTS))
         except InvalidData as error:
             logger.warning("rebuilding a broken cache: %s", error)
     try:
-        with build() as drafts:
-            statistics = write_split(paths["train"], drafts["train"])
-            facts = replace(drafts["test"].facts, mean=statistics.mean, std=statistics.std)
-            write_split(paths["test"], replace(drafts["test"], facts=facts))
+        with build() as parts:
+            statistics = write_samples(paths["train"], parts["train"])
+            facts = replace(parts["test"].facts, mean=statistics.mean, std=statistics.std)
+            write_samples(paths["test"], replace(parts["test"], facts=facts))
     except OSError as error:
         raise InvalidData(
             f"could not convert the data into {paths['train'].parent}: {error}. Is there space, "
             f"and may you write there? {origins.CACHE_VARIABLE} names another folder."
         ) from error
-    return DataSet(name, *(open_split(paths[split]) for split in SPLITS))
+    return DataSet(name, *(open_samples(paths[part]) for part in PARTS))

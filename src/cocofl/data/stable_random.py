@@ -59,7 +59,7 @@ def dirichlet(alpha: float, n_parts: int, rng: np.random.Generator) -> Floats:
 
 
 def hold_out(n_samples: int, n_test: int, purpose: str) -> dict[str, Ints]:
-    """Rows of a train and a test split drawn from one table, each in the table's order."""
+    """Rows of a train and a test part drawn from one table, each in the table's order."""
     test = draw_rows(n_samples, n_test, f"hold out {purpose}")
     return {"train": np.setdiff1d(np.arange(n_samples), test), "test": test}
 

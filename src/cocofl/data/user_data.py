@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.data.split import SPLITS, Draft, Facts, number_owners
+from cocofl.data.samples import PARTS, Facts, NewSamples, number_owners
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.named import import_function
 
@@ -24,8 +24,8 @@ class _Arrays(NamedTuple):
     owners: NDArray[Any] | None
 
 
-def read_own(name: str, folder: Path | None) -> tuple[dict[str, Draft], str]:
-    """Call ``package.module:function`` with the data folder; drafts, and a checksum of them all.
+def read_own(name: str, folder: Path | None) -> tuple[dict[str, NewSamples], str]:
+    """Call ``package.module:function`` with the data folder; its samples, and their checksum.
 
     The function returns ``{"train": (inputs, labels), "test": (inputs, labels)}``, each tuple with
     the owners of the samples as a third item if there are any. Inputs are uint8 images
@@ -33,34 +33,34 @@ def read_own(name: str, folder: Path | None) -> tuple[dict[str, Draft], str]:
     sample (n) or position (n, length); or floats, (n) or (n, k), which the network predicts.
     """
     made = import_function(name, DataNotFound)(folder)
-    if not isinstance(made, Mapping) or not set(SPLITS) <= set(made):
+    if not isinstance(made, Mapping) or not set(PARTS) <= set(made):
         raise InvalidData(
             f"{name} returned {type(made).__name__}; expected a dict with train and test, "
             "each a tuple (inputs, labels) or (inputs, labels, owners)"
         )
-    splits = {split: _checked(made[split], f"{name}, {split}") for split in SPLITS}
-    if splits["train"].inputs.shape[1:] != splits["test"].inputs.shape[1:]:
+    given = {part: _checked(made[part], f"{name}, {part}") for part in PARTS}
+    if given["train"].inputs.shape[1:] != given["test"].inputs.shape[1:]:
         raise InvalidData(
-            f"{name}: train has samples of {splits['train'].inputs.shape[1:]}, "
-            f"test of {splits['test'].inputs.shape[1:]}; they must be alike"
+            f"{name}: train has samples of {given['train'].inputs.shape[1:]}, "
+            f"test of {given['test'].inputs.shape[1:]}; they must be alike"
         )
-    shapes = {arrays.labels.shape[1:] for arrays in splits.values()}
-    kinds = {_kind(arrays.labels) for arrays in splits.values()}
+    shapes = {arrays.labels.shape[1:] for arrays in given.values()}
+    kinds = {_kind(arrays.labels) for arrays in given.values()}
     if len(shapes) > 1 or len(kinds) > 1:
         raise InvalidData(f"{name}: the labels of train and test are not alike")
     if kinds == {"numbers"}:
         num_classes = math.prod(*shapes)
     else:
-        num_classes = 1 + max(int(arrays.labels.max()) for arrays in splits.values())
-    vocab_size = 1 + max(int(arrays.inputs.max()) for arrays in splits.values())
-    drafts, checksum = {}, 0
-    for split, arrays in splits.items():
-        drafts[split] = _draft(arrays, num_classes, vocab_size, f"{name}, {split}")
+        num_classes = 1 + max(int(arrays.labels.max()) for arrays in given.values())
+    vocab_size = 1 + max(int(arrays.inputs.max()) for arrays in given.values())
+    parts, checksum = {}, 0
+    for part, arrays in given.items():
+        parts[part] = _new_samples(arrays, num_classes, vocab_size, f"{name}, {part}")
         for array in arrays:
             if array is not None:
                 checksum = zlib.crc32(f"{array.dtype}{array.shape}".encode(), checksum)
                 checksum = zlib.crc32(array.tobytes(), checksum)
-    return drafts, f"{checksum:08x}"
+    return parts, f"{checksum:08x}"
 
 
 def _checked(made: Any, where: str) -> _Arrays:
@@ -92,7 +92,7 @@ def _checked(made: Any, where: str) -> _Arrays:
     return _Arrays(inputs, labels, owners)
 
 
-def _draft(arrays: _Arrays, num_classes: int, vocab_size: int, where: str) -> Draft:
+def _new_samples(arrays: _Arrays, num_classes: int, vocab_size: int, where: str) -> NewSamples:
     codes, names = None, tuple[str, ...]()
     if arrays.owners is not None:
         codes, names = number_owners([str(owner) for owner in arrays.owners])
@@ -108,7 +108,7 @@ def _draft(arrays: _Arrays, num_classes: int, vocab_size: int, where: str) -> Dr
     )
     dtype = "uint8" if image else "uint16"
     shape, inputs = arrays.inputs.shape[1:], [arrays.inputs.astype(dtype)]
-    return Draft(facts, arrays.labels, shape, inputs, dtype, owners=codes, where=where)
+    return NewSamples(facts, arrays.labels, shape, inputs, dtype, owners=codes, where=where)
 
 
 def _kind(labels: NDArray[Any]) -> Literal["classes", "tokens", "numbers"]:

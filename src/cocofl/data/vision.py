@@ -1,6 +1,6 @@
-"""Image data sets: one function each, from its origin to drafts.
+"""Image data sets: one function each, from its origin to new samples by part.
 
-A function is a context in which the drafts can be streamed; leaving it closes the files. ``preset``
+A function is a context in which these can be streamed; leaving it closes the files. ``preset``
 is ``"standard"``, the data as published, or ``"paper"``, the part of it the paper uses.
 """
 
@@ -22,7 +22,7 @@ from PIL import Image
 
 from cocofl.data.huggingface import Table, open_tables
 from cocofl.data.origin import IMAGE_SUFFIXES, Origin, enough
-from cocofl.data.split import SPLITS, Draft, Facts, number_owners
+from cocofl.data.samples import PARTS, Facts, NewSamples, number_owners
 from cocofl.data.stable_random import Ints, draw_rows, hold_out
 from cocofl.errors import DataNotFound, InvalidData
 
@@ -38,31 +38,31 @@ XCHEST_NAMES = ("no finding", "finding")
 
 MAX_PIXELS = 64 * 2**20
 CHUNK_BYTES = 16 * 2**20
-# NIH's own download: findings, a row per image, and the names of the images of each split.
+# NIH's own download: findings, a row per image, and the names of the images of each part.
 NIH_TABLE = "Data_Entry_2017*.csv"
 NIH_LISTS = {"train": "train_val_list.txt", "test": "test_list.txt"}
 NIH_COLUMNS = ("Image Index", "Finding Labels", "Patient ID")
 LEAF_SIDE = 28
 
-Drafts = dict[str, Draft]
+NewParts = dict[str, NewSamples]
 Shape = tuple[int, int, int]
 Pixels = NDArray[np.uint8]
 
 
 def _of_tables(
     class_names: tuple[str, ...], shape: Shape, label: str = "label"
-) -> Callable[[Origin, str], AbstractContextManager[Drafts]]:
+) -> Callable[[Origin, str], AbstractContextManager[NewParts]]:
     """A data set in tables with an image and its label in every row."""
 
     @contextmanager
-    def drafts(origin: Origin, _preset: str) -> Iterator[Drafts]:
-        with open_tables(origin, SPLITS) as tables:
+    def parts(origin: Origin, _preset: str) -> Iterator[NewParts]:
+        with open_tables(origin, PARTS) as tables:
             yield {
-                split: _table_draft(table, class_names, shape, (label,))
-                for split, table in tables.items()
+                part: _table_samples(table, class_names, shape, (label,))
+                for part, table in tables.items()
             }
 
-    return drafts
+    return parts
 
 
 cifar10 = _of_tables(CIFAR10_NAMES, (32, 32, 3))
@@ -71,27 +71,27 @@ fashion_mnist = _of_tables(FASHION_NAMES, (28, 28, 1))
 
 
 @contextmanager
-def cinic10(origin: Origin, preset: str) -> Iterator[Drafts]:
+def cinic10(origin: Origin, preset: str) -> Iterator[NewParts]:
     """CINIC-10 as published (``train/airplane/*.png`` …), or ``flwrlabs/cinic10`` in parquet.
 
-    The validation split is left alone: the paper trains on the 90 000 of ``train``.
+    The validation part is left alone: the paper trains on the 90 000 of ``train``.
     """
     if origin.folder is None or origin.files("train"):
-        with cifar10(origin, preset) as drafts:
-            yield drafts
+        with cifar10(origin, preset) as parts:
+            yield parts
     else:
-        yield {split: _folder_draft(origin.folder / split) for split in SPLITS}
+        yield {part: _folder_samples(origin.folder / part) for part in PARTS}
 
 
 @contextmanager
-def femnist(origin: Origin, preset: str) -> Iterator[Drafts]:
+def femnist(origin: Origin, preset: str) -> Iterator[NewParts]:
     """FEMNIST as 32×32×3: ``flwrlabs/femnist`` in parquet, or LEAF's own JSON.
 
-    The parquet has no test split: one fifth is held out at random, or, for the paper's preset,
+    The parquet has no test part: one fifth is held out at random, or, for the paper's preset,
     what remains beside its 640 500 training images.
     """
     if origin.folder is not None and not origin.files("train"):
-        yield {split: _leaf_draft(origin.folder, split) for split in SPLITS}
+        yield {part: _leaf_samples(origin.folder, part) for part in PARTS}
         return
     with open_tables(origin, ("train",)) as tables:
         table = tables["train"]
@@ -101,15 +101,15 @@ def femnist(origin: Origin, preset: str) -> Iterator[Drafts]:
         rows = hold_out(len(table), n_test, "femnist")
         labels = ("character", "label")
         yield {
-            split: _table_draft(
-                table.take(rows[split]), FEMNIST_NAMES, (32, 32, 1), labels, ("writer", "writer_id")
+            part: _table_samples(
+                table.take(rows[part]), FEMNIST_NAMES, (32, 32, 1), labels, ("writer", "writer_id")
             )
-            for split in SPLITS
+            for part in PARTS
         }
 
 
 @contextmanager
-def xchest(origin: Origin, preset: str) -> Iterator[Drafts]:
+def xchest(origin: Origin, preset: str) -> Iterator[NewParts]:
     """NIH chest X-rays, finding or no finding, as 256×256×3 with their patients.
 
     Either parquet (image, label, patient) or NIH's own download: ``Data_Entry_2017*.csv``,
@@ -117,29 +117,29 @@ def xchest(origin: Origin, preset: str) -> Iterator[Drafts]:
     preset draws 12.7 K training images from all there are.
     """
 
-    def kept(split: str, n_images: int, where: str) -> Ints:
-        if split == "test" or preset == "standard":
+    def kept(part: str, n_images: int, where: str) -> Ints:
+        if part == "test" or preset == "standard":
             return np.arange(n_images)
         return draw_rows(n_images, enough(12_700, n_images, "images", where), "xchest")
 
     folder = origin.folder
     if folder is not None and not origin.files("train") and any(folder.rglob(NIH_TABLE)):
-        yield {split: _nih_draft(folder, split, kept) for split in SPLITS}
+        yield {part: _nih_samples(folder, part, kept) for part in PARTS}
         return
-    with open_tables(origin, SPLITS) as tables:
-        some = {split: t.take(kept(split, len(t), t.where)) for split, t in tables.items()}
+    with open_tables(origin, PARTS) as tables:
+        some = {part: t.take(kept(part, len(t), t.where)) for part, t in tables.items()}
         yield {
-            split: _table_draft(
+            part: _table_samples(
                 table, XCHEST_NAMES, (256, 256, 1), ("label",), ("patient", "patient")
             )
-            for split, table in some.items()
+            for part, table in some.items()
         }
 
 
-# --- drafts --------------------------------------------------------------------------------------
+# --- new samples ---------------------------------------------------------------------------------
 
 
-def _draft(
+def _new_samples(
     class_names: tuple[str, ...],
     labels: NDArray[Any],
     shape: Shape,
@@ -147,7 +147,7 @@ def _draft(
     where: str,
     owner_kind: str = "",
     owner_of: Sequence[str] = (),
-) -> Draft:
+) -> NewSamples:
     """Of image files, or of pixels; images with owners are scaled, and shown in three channels."""
     owned = bool(owner_kind)
     codes, names = number_owners(owner_of) if owned else (None, ())
@@ -159,16 +159,16 @@ def _draft(
         owner_names=names,
     )
     inputs = images if isinstance(images, list) else decode_all(images, shape, where, resize=owned)
-    return Draft(facts, labels, shape, inputs, owners=codes, where=where)
+    return NewSamples(facts, labels, shape, inputs, owners=codes, where=where)
 
 
-def _table_draft(
+def _table_samples(
     table: Table,
     class_names: tuple[str, ...],
     shape: Shape,
     label_columns: Sequence[str],
     owner: tuple[str, str] | None = None,
-) -> Draft:
+) -> NewSamples:
     """``owner`` is the kind of owners and their column."""
     image_column, label_column = table.column("img", "image"), table.column(*label_columns)
     names = table.class_names(label_column) or class_names
@@ -179,10 +179,10 @@ def _table_draft(
         )
     owners = (owner[0], table.strings(table.column(owner[1]))) if owner else ()
     images, labels = table.encoded_images(image_column), table.ints(label_column)
-    return _draft(names, labels, shape, images, table.where, *owners)
+    return _new_samples(names, labels, shape, images, table.where, *owners)
 
 
-def _folder_draft(folder: Path) -> Draft:
+def _folder_samples(folder: Path) -> NewSamples:
     """A folder per class with images in it, as CINIC-10 and many others are published."""
     found = {path.name: path for path in folder.glob("*") if path.is_dir()}
     if set(found) != set(CIFAR10_NAMES):
@@ -196,12 +196,12 @@ def _folder_draft(folder: Path) -> Draft:
     ]
     labels = np.repeat(np.arange(len(per_class)), [len(files) for files in per_class])
     encoded = (path.read_bytes() for path in itertools.chain.from_iterable(per_class))
-    return _draft(CIFAR10_NAMES, labels, (32, 32, 3), encoded, str(folder))
+    return _new_samples(CIFAR10_NAMES, labels, (32, 32, 3), encoded, str(folder))
 
 
-def _nih_draft(folder: Path, split: str, kept: Callable[[str, int, str], Ints]) -> Draft:
+def _nih_samples(folder: Path, part: str, kept: Callable[[str, int, str], Ints]) -> NewSamples:
     """Wang et al., *ChestX-ray8* (2017). The lists divide the images by patient."""
-    wanted = set(_find(folder, NIH_LISTS[split]).read_text().split())
+    wanted = set(_find(folder, NIH_LISTS[part]).read_text().split())
     place = {path.name: path for path in folder.rglob("*.png")}
     path = _find(folder, NIH_TABLE)
     with path.open(newline="") as file:
@@ -216,14 +216,16 @@ def _nih_draft(folder: Path, split: str, kept: Callable[[str, int, str], Ints]) 
     missing = [name for name, _, _ in rows if name not in place]
     if missing or not rows:
         raise DataNotFound(
-            f"{folder} lacks {len(missing)} of {len(rows)} images of {NIH_LISTS[split]}"
+            f"{folder} lacks {len(missing)} of {len(rows)} images of {NIH_LISTS[part]}"
             f"{', like ' + missing[0] if missing else ''}; unpack all of images_*.tar.gz there"
         )
-    rows = [rows[row] for row in kept(split, len(rows), str(folder))]
+    rows = [rows[row] for row in kept(part, len(rows), str(folder))]
     labels = np.array([int(finding != "No Finding") for _, finding, _ in rows])
     encoded = (place[name].read_bytes() for name, _, _ in rows)
     patients = [patient for _, _, patient in rows]
-    return _draft(XCHEST_NAMES, labels, (256, 256, 1), encoded, str(folder), "patient", patients)
+    return _new_samples(
+        XCHEST_NAMES, labels, (256, 256, 1), encoded, str(folder), "patient", patients
+    )
 
 
 def _find(folder: Path, pattern: str) -> Path:
@@ -233,16 +235,16 @@ def _find(folder: Path, pattern: str) -> Path:
     return found[0]
 
 
-def _leaf_draft(folder: Path, split: str) -> Draft:
+def _leaf_samples(folder: Path, part: str) -> NewSamples:
     """Caldas et al., *LEAF: A Benchmark for Federated Settings* (2018).
 
     One file holds about a hundred writers; a writer's ``x`` is a list of 784 floats from 0 to 1
     per image, ``y`` a list of labels.
     """
-    files = sorted(path for path in folder.rglob("*.json") if path.parent.name == split)
+    files = sorted(path for path in folder.rglob("*.json") if path.parent.name == part)
     if not files:
         raise DataNotFound(
-            f"{folder} has neither train-*.parquet nor LEAF's {split}/*.json; download "
+            f"{folder} has neither train-*.parquet nor LEAF's {part}/*.json; download "
             "flwrlabs/femnist from the Hub, or run LEAF's preprocess.sh and copy its data folder"
         )
     inputs, labels, writers = [], [], []
@@ -254,7 +256,7 @@ def _leaf_draft(folder: Path, split: str) -> Draft:
             writers += [user] * len(user_labels)
     where = str(files[0].parent)
     codes = np.concatenate(labels)
-    return _draft(FEMNIST_NAMES, codes, (32, 32, 1), inputs, where, "writer", writers)
+    return _new_samples(FEMNIST_NAMES, codes, (32, 32, 1), inputs, where, "writer", writers)
 
 
 def _users(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from cocofl.engine.executor import Answer, Asked, Executor, RoundPlan
-from cocofl.engine.gpu_evaluation import GpuEvaluator, GpuSplit
+from cocofl.engine.gpu_evaluation import GpuEvaluator, GpuSamples
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
 from cocofl.fl.metrics import Sums
@@ -78,8 +78,8 @@ class CohortExecutor(Executor):
         """Bring the data to the GPU."""
         trainer.kernels = plan
         self._trainer, spec = trainer, trainer.spec
-        self._source = GpuSplit(spec.train, self._on)
-        self._tests = GpuSplit(spec.test, self._on)
+        self._source = GpuSamples(spec.train, self._on)
+        self._tests = GpuSamples(spec.test, self._on)
         self._cohort: Cohort | None = None
         self._room_for = 0, False  # so many devices; whether they distil
         self._evaluator: GpuEvaluator | None = None

@@ -28,6 +28,10 @@ class RoundPlan:
     purpose: Literal["train", "statistics"] = "train"
 
 
+QUARANTINED = "quarantined"
+"""Instead of a fate: the device was there, and was not asked."""
+
+
 class Answer(NamedTuple):
     """What came back from a device, before anybody has judged it."""
 

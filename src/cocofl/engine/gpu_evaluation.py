@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocofl.data import Split
+from cocofl.data import Samples
 from cocofl.fl.batches import Ints
 from cocofl.fl.metrics import Sums
 from cocofl.fl.state import ServerState, is_scale
@@ -17,10 +17,10 @@ from cocofl.fl.trainer import Trainer, norms_of
 from cocofl.vector import Graphs, Precision
 
 
-class GpuSplit:
+class GpuSamples:
     """A split's samples on a device, as they are stored; images are normalised when asked for."""
 
-    def __init__(self, split: Split, on: torch.device) -> None:
+    def __init__(self, split: Samples, on: torch.device) -> None:
         self.on, facts = on, split.facts
         self.classes = facts.num_classes
         self._is_image = facts.task == "image"
@@ -46,7 +46,7 @@ class GpuEvaluator:
     """A model and test data that stay on a device, so that testing can be captured as well."""
 
     def __init__(
-        self, trainer: Trainer, tests: GpuSplit, precision: Precision, *, capture: bool
+        self, trainer: Trainer, tests: GpuSamples, precision: Precision, *, capture: bool
     ) -> None:
         on_gpu = tests.on.type == "cuda"
         model, _ = trainer.spec.subject.build()

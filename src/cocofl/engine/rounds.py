@@ -14,18 +14,22 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cocofl.engine.executor import Answer, Executor, RoundPlan
+from cocofl.accounting import Accountant
+from cocofl.engine.executor import QUARANTINED, Answer, Executor, RoundPlan
+from cocofl.engine.inspection import Inspection
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
 from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
+from cocofl.fl.rules import Rules
 from cocofl.fl.state import Contribution, ServerState, is_scale
 from cocofl.fl.strategies import Plan, Strategy
 from cocofl.fl.trainer import Task, Trainer, norms_of
 from cocofl.fl.training import Training
 from cocofl.fl.widths import StatisticsWork
 from cocofl.freeze import KernelPlan, check_state
+from cocofl.one_line import one_line
 from cocofl.rng import stream
 from cocofl.runlog import PLAN, DeviceRecord, Record, RoundRecord, RunFolder
 
@@ -72,6 +76,12 @@ class Job:
     deadline_s: float
     checkpoint_every: int = 10
     judge: Judge = only_finite
+    accountant: Accountant | None = None
+    """Counts ε, where the strategy's merge hides single devices."""
+    sees_devices: bool = True
+    """Whether single updates are looked at: not where only their sum is known, or is to be."""
+    rules: Rules | None = None
+    """By which devices agree; the strategy's merge has them already."""
 
 
 class Watcher(Protocol):
@@ -106,10 +116,10 @@ def play_round(runs: Sequence[RunInProgress], executor: Executor) -> None:
     plans = [_plan(run, of_run) for run, of_run in zip(runs, asked, strict=True)]
     collected = executor.collect_runs([(p, run.state) for p, run in zip(plans, runs, strict=True)])
     for run, of_run, plan, answers in zip(runs, asked, plans, collected, strict=True):
-        job, ledger = run.job, _Ledger(run.job, of_run)
+        job, ledger = run.job, _Ledger(run.job, of_run, run.state)
         accumulator = job.strategy.merge.begin(run.state, plan.round_index)
         for answer in answers:
-            contribution = ledger.judge(answer, run.state)
+            contribution = ledger.judge(answer)
             if contribution is not None:
                 accumulator.add(contribution)
         merged = accumulator.finish()
@@ -134,14 +144,15 @@ def ask_devices(job: Job, round_index: int) -> list[AskedDevice]:
     federation, strategy = job.federation, job.strategy
     if federation is None:
         return []
+    by_coin = federation.coins(round_index)
     plans = (
         (device, strategy.plan(federation.situation(device, round_index)))
-        for device in federation.in_random_order(round_index)
+        for device in federation.in_random_order(round_index, by_coin)
     )
     if strategy.only_able:
         plans = ((device, plan) for device, plan in plans if plan is not None)
-    asked = []
-    for device, plan in sorted(islice(plans, federation.per_round), key=lambda pair: pair[0]):
+    asked, most = [], federation.per_round if by_coin is None else None
+    for device, plan in sorted(islice(plans, most), key=lambda pair: pair[0]):
         fate, duration = "infeasible", 0.0
         if plan is not None:
             fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
@@ -174,9 +185,12 @@ def task_of(
 class _Ledger:
     """What became of each device that was asked, and what its answer was worth."""
 
-    def __init__(self, job: Job, asked: Sequence[AskedDevice]) -> None:
-        self._job, self._asked = job, asked
+    def __init__(self, job: Job, asked: Sequence[AskedDevice], state: ServerState) -> None:
+        self._job, self._asked, self._state = job, asked, state
         federation = job.federation
+        # Our own devices are known to be honest, and looking costs time.
+        is_looked_at = federation is None and job.sees_devices
+        self._inspection = Inspection(state) if is_looked_at else None
         self._devices = {
             one.device: DeviceRecord(
                 one.device,
@@ -188,18 +202,22 @@ class _Ledger:
         }
         self._losses: list[float] = []
         self._reasons: list[tuple[int, str]] = []
+        self._quarantined: list[int] = []
         self._bytes_up = 0
         self._bytes_broadcast: int | None = None
 
-    def judge(self, answer: Answer, state: ServerState) -> Contribution | None:
+    def judge(self, answer: Answer) -> Contribution | None:
         """What an answer contributes; None where it is missing or refused."""
+        if answer.fate == QUARANTINED:
+            self._quarantined.append(answer.device)
+            return None
         known = self._devices.get(answer.device, DeviceRecord(answer.device, "", None, "merged"))
         if answer.broadcast_bytes is not None:
             self._bytes_broadcast = (self._bytes_broadcast or 0) + answer.broadcast_bytes
         verdict, fate, reason = None, answer.fate, answer.reason
         if answer.sent is not None:
             try:
-                verdict = self._job.judge(answer, state)
+                verdict = self._job.judge(answer, self._state)
             except RejectedUpdate as error:
                 fate = "rejected"
                 reason = f"{error.reason}: {error}" if str(error) else ""
@@ -207,11 +225,13 @@ class _Ledger:
             self._losses.append(verdict.contribution.loss)
             self._bytes_up += verdict.contribution.nbytes
             known = known._replace(work=verdict.work or known.work)
+            if self._inspection is not None:
+                self._inspection.add(verdict.contribution)
         elif answer.sent is not None:
             sent = answer.sent
             self._bytes_up += len(sent) if isinstance(sent, bytes) else sent.nbytes
         if reason:
-            self._reasons.append((answer.device, reason))
+            self._reasons.append((answer.device, one_line(reason)))
         self._devices[answer.device] = known._replace(fate=fate)
         return None if verdict is None else verdict.contribution
 
@@ -222,12 +242,15 @@ class _Ledger:
 
     def record(self, plan: RoundPlan, tested: dict[str, dict[str, Any]]) -> RoundRecord:
         """The round, as it is written down."""
-        loss = round(float(np.mean(self._losses)), 6) if self._losses else None
+        rounds, accountant = plan.round_index + 1, self._job.accountant
+        # No noise hides what devices lost: where there is privacy, that is their own affair.
+        is_known = bool(self._losses) and accountant is None
+        loss = round(float(np.mean(self._losses)), 6) if is_known else None
         # The server waits for the last update that it expects, in parts of the deadline.
         in_vain = any(one.fate in ("late", "lost") for one in self._asked)
         waits = 1.0 if in_vain else max((one.time for one in self._asked), default=0.0)
         return RoundRecord(
-            round=plan.round_index + 1,
+            round=rounds,
             lr=plan.lr,
             simulated_s=round(waits * self._job.deadline_s, 6),
             bytes_up=self._bytes_up,
@@ -237,6 +260,9 @@ class _Ledger:
             other_scores=tested,
             bytes_broadcast=self._bytes_broadcast,
             reasons=None if self._job.federation is not None else self._reasons,
+            figures=None if self._inspection is None else self._inspection.figures(),
+            quarantined=self._quarantined or None,
+            epsilon=None if accountant is None else accountant.epsilon(rounds),
         )
 
 
@@ -267,7 +293,7 @@ def _with_statistics(
         return state
     measuring = replace(plan, tasks=tasks, purpose="statistics")
     sent = (answer.sent for answer in executor.collect(measuring, state))
-    return Mean("senders")(state, (one for one in sent if isinstance(one, Contribution)))
+    return Mean("senders", job.rules)(state, (one for one in sent if isinstance(one, Contribution)))
 
 
 def evaluate(

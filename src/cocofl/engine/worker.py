@@ -1,6 +1,8 @@
 """A worker process: one thread, one trainer, one pipe to the process that gives it tasks.
 
-It is started as ``python -m cocofl.engine.worker READ_FD WRITE_FD`` rather than by
+A second pipe says every second that it is alive: one that was stopped says nothing.
+
+It is started as ``python -m cocofl.engine.worker READ_FD WRITE_FD PULSE_FD`` rather than by
 ``multiprocessing``, which would run the user's own script a second time, and which cannot give
 workers an environment of their own.
 """
@@ -11,6 +13,7 @@ import os
 import select
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,8 +99,21 @@ def end_with_reader(pipe: int) -> None:
     os._exit(1)
 
 
+def show_life(pipe: int) -> None:
+    """Say once a second that this process runs; while nobody listens, nothing is lost."""
+    while True:
+        try:
+            os.write(pipe, b".")
+        except BlockingIOError:
+            pass
+        except OSError:
+            return
+        time.sleep(1.0)
+
+
 if __name__ == "__main__":
-    threading.Thread(target=end_with_reader, args=(int(sys.argv[2]),), daemon=True).start()
+    for task, pipe in ((end_with_reader, sys.argv[2]), (show_life, sys.argv[3])):
+        threading.Thread(target=task, args=(int(pipe),), daemon=True).start()
     torch.set_num_threads(1)
     keep_freed_memory()
     # What is printed here must not mix with the parent's output.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from threading import Event, Thread
 from typing import Any
 
 from cocofl import errors
@@ -37,6 +38,9 @@ ENVIRONMENT = {
 
 # A small model's state fits, so that writing it does not wait for the reader.
 PIPE_BYTES = 2**20
+# A worker that has shown no sign of life for so long will not come back: it is ended. Loading its
+# libraries from a slow disk may take longer.
+SILENT_S, STARTING_S = 60, 600
 
 
 def default_workers() -> int:
@@ -54,8 +58,9 @@ class _Channel:
     def __init__(self) -> None:
         their_requests, our_requests = os.pipe()
         our_replies, their_replies = os.pipe()
-        theirs = (their_requests, their_replies)
-        for fd in theirs:
+        self._pulse, their_pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        theirs = (their_requests, their_replies, their_pulse)
+        for fd in theirs[:2]:
             with suppress(OSError):  # beyond the system's limit for a user's pipes
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.process = subprocess.Popen(
@@ -69,6 +74,21 @@ class _Channel:
         self._room_bytes = fcntl.fcntl(our_requests, fcntl.F_GETPIPE_SZ)
         self._requests = Connection(our_requests, readable=False)
         self.replies = Connection(our_replies, writable=False)
+        self._silent_s, self._allowed_s, self._was_ended = 0, STARTING_S, False
+
+    def watch(self) -> None:
+        """Called once a second: end the worker if it has been silent for too long.
+
+        Seconds are counted, not read off a clock: while a machine sleeps, everybody is silent.
+        """
+        with suppress(BlockingIOError):
+            if os.read(self._pulse, 2**16):
+                self._silent_s, self._allowed_s = 0, SILENT_S
+                return
+        self._silent_s += 1
+        if self._silent_s >= self._allowed_s and self.process.poll() is None:
+            self._was_ended = True
+            self.process.kill()  # whoever waits for it is told by its pipes
 
     def ask(self, name: str, *arguments: Any) -> None:
         """Send a request; its answer is read by :meth:`answer`."""
@@ -110,14 +130,16 @@ class _Channel:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        os.close(self._pulse)
 
     def _gone(self) -> WorkerFailed:
         code = self.process.wait()
-        return WorkerFailed(
-            f"a worker process ended with exit code {code}"
-            + (" (killed: out of memory?)" if code == -9 else "")
-            + "; nothing is lost, --resume continues the run"
-        )
+        what = f"a worker process ended with exit code {code}"
+        if self._was_ended:
+            what = f"a worker process did not answer for {self._allowed_s} s and was ended"
+        elif code == -9:
+            what += " (killed: out of memory?)"
+        return WorkerFailed(f"{what}; nothing is lost, --resume continues the run")
 
 
 class Workers(Executor):
@@ -128,6 +150,9 @@ class Workers(Executor):
         # OpenMP's threads spin for a while when they have nothing left to do.
         super().__init__()
         self._channels = [_Channel() for _ in range(count or default_workers())]
+        self._over = Event()
+        self._watching = Thread(target=self._watch, name="watch workers", daemon=True)
+        self._watching.start()
         self._all("path", sys.path)
 
     def prepare(self, trainer: Trainer, plan: KernelPlan) -> None:
@@ -158,9 +183,16 @@ class Workers(Executor):
 
     def close(self) -> None:
         """End all workers."""
+        self._over.set()
+        self._watching.join()
         for channel in self._channels:
             channel.close()
         super().close()
+
+    def _watch(self) -> None:
+        """A worker that was stopped would be waited for without end, in reading and in writing."""
+        while not self._over.wait(1.0):
+            self._each(_Channel.watch)
 
     def _share(self, state: ServerState) -> None:
         flat = replace(state, devices={}).flat()

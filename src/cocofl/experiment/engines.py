@@ -15,6 +15,7 @@ from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
 from cocofl.engine.workers import Workers
 from cocofl.errors import InvalidExperiment
+from cocofl.files import locked
 from cocofl.freeze import KernelPlan
 from cocofl.profiling.table import Hardware
 
@@ -77,8 +78,8 @@ def machine_plan() -> KernelPlan:
 
 def remember_plan(plan: KernelPlan) -> None:
     """Keep a run's choice of kernels for later runs on this machine."""
-    path = _plan_path()
-    chosen, known = plan.choices, machine_plan().choices
-    if not chosen.keys() <= known.keys():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        KernelPlan({**chosen, **known}).save(path)
+    path, chosen = _plan_path(), plan.choices
+    if chosen.keys() <= machine_plan().choices.keys():
+        return
+    with locked(path.parent, wait=True):  # others may add theirs at the same time
+        KernelPlan({**chosen, **machine_plan().choices}).save(path)

@@ -5,6 +5,7 @@ On a GPU those that share a network are one computation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from cocofl.experiment.setup import Setup, load_data, rounds_of
 from cocofl.fl.metrics import MetricFacts, recorded_metric
 from cocofl.fl.strategies import NEEDS_NOTHING, facts_of
 from cocofl.freeze import KernelPlan, State
-from cocofl.named import names_in, refuse_untrusted
+from cocofl.named import refuse_untrusted
 from cocofl.runlog import PLAN, RoundRecord, RunFolder, Scores, metric_names, only_writer
 
 DEVICES_AT_ONCE = 40
@@ -97,7 +98,17 @@ class Run:
         """One record per round, as in ``metrics.jsonl``."""
         return self.folder.rounds()
 
+    @cached_property
+    def fates(self) -> Counter[str]:
+        """How many updates were merged, late, lost, rejected, infeasible."""
+        return Counter(one.fate for record in self.rounds for one in record.devices)
+
     @property
+    def is_deployed(self) -> bool:
+        """Whether its devices are on a network, and not simulated."""
+        return any(record.reasons is not None for record in self.rounds)
+
+    @cached_property
     def evaluated(self) -> list[RoundRecord]:
         """The records of rounds after which the model was tested."""
         return [record for record in self.rounds if record.scores]
@@ -188,6 +199,7 @@ def _play(
     """Run experiments at once; several are one computation of a cohort."""
     # Whatever is wrong with an experiment is found before a folder is made for it.
     first = next(iter(experiments.values()))
+    refuse_untrusted(*(name for one in experiments.values() for name in one.names()))
     data = load_data(first)
     setups = [Setup(one, data) for one in experiments.values()]
     jobs = [setup.job() for setup in setups]
@@ -252,12 +264,12 @@ def evaluate_run(
 ) -> Scores:
     """Test a run's model, also on other data or with other statistics (``changes``)."""
     found = Run.open(path)
-    # No strategy is played, and the run's tables may lie on the machine that made it.
-    # So may the GPU that it was made with.
+    # No strategy is played, nothing is merged, and the run's tables may lie on the machine that
+    # made it. So may the GPU that it was made with.
     places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
-    neutral = {**places, "engine.kind": "auto", **(changes or {})}
+    neutral = {**places, "engine.kind": "auto", "merge": {}, **(changes or {})}
     experiment = found.experiment.with_strategy(NEEDS_NOTHING).changed(neutral)
-    refuse_untrusted(*names_in(experiment.by_key()))  # also for the worker processes
+    refuse_untrusted(*experiment.names())  # also for the worker processes
     job = Setup(experiment).job()
     with executor_for(experiment, executor) as own:
         own.prepare(job.trainer, KernelPlan())

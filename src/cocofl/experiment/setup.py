@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from cocofl import data
+from cocofl.accounting import Accountant, Sampling, check_epsilon
 from cocofl.chain import BlockChain
 from cocofl.config import Experiment, typed
 from cocofl.data import DataSet, Partition, Rule
@@ -34,7 +35,9 @@ from cocofl.fl.devices import (
 )
 from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.metrics import Populations
+from cocofl.fl.privacy import Bounds, NoiseOfRound, PrivateMean, privately, seeded_noise
 from cocofl.fl.strategies import STRATEGIES, Strategy, facts_of
+from cocofl.fl.strategies.facts import SLICES
 from cocofl.fl.trainer import Trainer, TrainerSpec
 from cocofl.freeze import State, chain_state, check_state
 from cocofl.named import lookup, nearest
@@ -98,13 +101,59 @@ class Setup:
     def job(self) -> Job:
         """All that the round loop needs."""
         experiment = self.experiment
+        settings, privacy = experiment.devices, experiment.privacy
+        # Of a fixed number out of those who can be asked nobody knows how many they are.
+        is_chance = self.federation.by_coin or not (
+            self.strategy.only_able or any(group.trace for group in self.devices.groups)
+        )
+        population = settings.count if is_chance else settings.per_round
+        sampling = Sampling(privacy.sampling, population, settings.per_round)
+        return self.private(self.plain_job(), sampling, seeded_noise(experiment.seed))
+
+    def private(
+        self, job: Job, sampling: Sampling, noise: NoiseOfRound, *, clips: bool = True
+    ) -> Job:
+        """A job whose merge hides single devices, where the experiment wants that."""
+        experiment, privacy = self.experiment, self.experiment.privacy
+        if not privacy.is_on:
+            return job
+        bounds, name = Bounds.of(self.trainer.model(), privacy), experiment.strategy.name
+        if self.facts.all_data_in_one_place:
+            raise InvalidExperiment(f"privacy is on, but {name!r} has one device with all data")
+        measures = self.facts.uploads == SLICES or not self.strategy.tracks_statistics
+        if measures and len(bounds.shapes) > len(bounds.learned):
+            raise InvalidExperiment(
+                f"privacy is on, but devices of {name!r} measure norm statistics of several "
+                "widths, which no noise covers; take a network without BatchNorm, or another "
+                "strategy"
+            )
+        if job.rules is not None:
+            raise InvalidExperiment(
+                f"privacy is on, but merge.rules is {list(experiment.merge.rules)} and merge.share "
+                f"{experiment.merge.share:g}: how far one device moves what others vote for has no "
+                "bound that noise could hide; say rules = [] and share = 1 in [merge]"
+            )
+        accountant = Accountant(privacy.noise, privacy.delta, sampling)
+        check_epsilon(accountant, privacy.max_epsilon, job.rounds)
+        mean = PrivateMean(bounds, sampling.per_round, noise, clips)
+        merge = privately(job.strategy.merge, mean)
+        strategy = replace(job.strategy, merge=merge)
+        return replace(job, strategy=strategy, accountant=accountant, sees_devices=False)
+
+    def plain_job(self) -> Job:
+        """The same without privacy."""
+        experiment = self.experiment
         training, central = experiment.training, self.facts.all_data_in_one_place
         slower = CENTRAL_SPEEDUP if central else 1
         federation = self._central() if central else self.federation
-        table = self.tables.spans()
+        table, rules = self.tables.spans(), experiment.merge.made()
+        strategy = self.strategy
+        if rules is not None:
+            strategy = replace(strategy, merge=strategy.merge.with_rules(rules))
         step_s = (table.full_step_s or 1.0) * training.batch / (table.batch or training.batch)
         return Job(
-            strategy=self.strategy,
+            strategy=strategy,
+            rules=rules,
             federation=federation,
             trainer=self.trainer,
             initial=self.trainer.server_state(self._initial_state()),
@@ -142,12 +191,15 @@ class Setup:
     def federation(self) -> Federation:
         """The devices with their data."""
         recipe, per_round = self.experiment.training, self.experiment.devices.per_round
-        return Federation(self.devices, self.partition, recipe, per_round, self.experiment.seed)
+        privacy, seed = self.experiment.privacy, self.experiment.seed
+        by_coin = privacy.is_on and privacy.sampling == "poisson"
+        return Federation(self.devices, self.partition, recipe, per_round, seed, by_coin)
 
     def about(self) -> dict[str, Any]:
         """What a result must say about where it comes from."""
+        privacy = self.experiment.privacy
         return {
-            "command": shlex.join(["cocofl", *sys.argv[1:]]),
+            "command": _command(),
             "cocofl": source_version(),
             "commit": source_commit(),
             "torch": torch.__version__,
@@ -160,6 +212,7 @@ class Setup:
             "tables": dict(self.tables.served),
             "model_blocks": len(self.chain),
             "samples_left_over": len(self.partition.remainder),
+            **({"privacy": asdict(privacy)} if privacy.is_on else {}),
         }
 
     def _check_shapes(self) -> None:
@@ -255,3 +308,13 @@ class Setup:
         model, _ = self.subject.build(seed=self.experiment.seed)
         fresh = model.state_dict()
         return {key: fresh[key].clone() for key in chain_state(self.chain)}
+
+
+def _command() -> str:
+    """The command line, if it is our own.
+
+    Of any other program only the name is kept: its words are not ours to know, and one of them may
+    be a secret, as a ServerApp's token is.
+    """
+    program, ours = Path(sys.argv[0]), __name__.partition(".")[0]
+    return shlex.join([ours, *sys.argv[1:]]) if program.stem == ours else program.name

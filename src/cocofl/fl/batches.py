@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cocofl.data import Split, normalise
+from cocofl.data import Samples, normalise
 
 LAST_BATCH = ("keep", "drop")
 
@@ -39,7 +39,7 @@ def mini_batches(
     return found
 
 
-def tensors(data: Split, indices: Ints) -> tuple[Tensor, Tensor]:
+def tensors(data: Samples, indices: Ints) -> tuple[Tensor, Tensor]:
     """Inputs and labels as a network takes them: images normalised and channels last."""
     inputs, labels = data.batch(indices)
     if data.facts.task == "image":

@@ -9,8 +9,8 @@ is unlimited.
 
 from __future__ import annotations
 
-import csv
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 from cocofl.budget import Budget
 from cocofl.data.partition import equal_groups
 from cocofl.errors import InvalidBudget, InvalidDevices
+from cocofl.files import read_csv
 from cocofl.named import import_function
 from cocofl.rng import stream
 
 RESOURCES = ("time", "memory", "upload")
 _COLUMNS = ["device", "round", *RESOURCES]
 _AVAILABLE = "available"
+MOST_TRACE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def groups_from(tables: Sequence[Mapping[str, Any]]) -> list[Group]:
         trace: Trace | None = None
         if "trace" in table:
             named = str(table["trace"])
-            is_own = ":" in named and not Path(named).exists()
+            is_own = ":" in named and not os.path.exists(named)
             trace = import_function(named, InvalidDevices) if is_own else read_trace(Path(named))
         groups.append(Group(name, float(share), trace=trace, **limits))
     return groups
@@ -208,30 +210,28 @@ def read_trace(path: Path) -> RecordedTrace:
     An empty cell is unlimited. Every device needs a row for round 0. With a column ``available``
     a device whose row has 0 there cannot be asked.
     """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if reader.fieldnames not in (_COLUMNS, [*_COLUMNS, _AVAILABLE]):
-                raise InvalidDevices(
-                    f"{path}: columns are {reader.fieldnames}; expected {','.join(_COLUMNS)}, and "
-                    f"{_AVAILABLE} if devices come and go"
-                )
-            lines = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidDevices(f"cannot read the trace {path}: {error}") from error
     rows: dict[int, dict[int, Budget | None]] = {}
-    for number, line in enumerate(lines, start=2):
-        try:
-            device, round_index = int(line["device"]), int(line["round"])
-            limits = {name: (line[name] or "").strip() for name in RESOURCES}
+    number = 1
+    try:
+        for number, line in enumerate(read_csv(path, MOST_TRACE_BYTES), start=2):
+            if list(line) not in (_COLUMNS, [*_COLUMNS, _AVAILABLE]):
+                raise InvalidDevices(
+                    f"{path}: columns are {str(list(line))[:200]}; expected {','.join(_COLUMNS)}, "
+                    f"and {_AVAILABLE} if devices come and go"
+                )
+            device, round_index = _whole(line["device"]), _whole(line["round"])
+            if round_index in rows.setdefault(device, {}):
+                raise InvalidDevices(
+                    f"{path}, line {number}: device {device} has two rows for round {round_index}"
+                )
+            limits = {name: line[name].strip() for name in RESOURCES}
             budget = Budget.parse(**limits, samples=1) if _can_be_asked(line) else None
-        except (TypeError, ValueError, InvalidBudget) as error:
-            raise InvalidDevices(f"{path}, line {number}: {error}") from error
-        if round_index in rows.setdefault(device, {}):
-            raise InvalidDevices(
-                f"{path}, line {number}: device {device} has two rows for round {round_index}"
-            )
-        rows[device][round_index] = budget
+            rows[device][round_index] = budget
+    except OSError as error:
+        raise InvalidDevices(f"cannot read the trace {path}: {error}") from error
+    except (ValueError, InvalidBudget) as error:
+        where = f"{path}, line {number}" if rows else f"cannot read the trace {path}"
+        raise InvalidDevices(f"{where}: {error}") from error
     if not rows:
         raise InvalidDevices(f"{path} has no rows")
     for device, found in rows.items():
@@ -243,11 +243,18 @@ def read_trace(path: Path) -> RecordedTrace:
     return RecordedTrace({device: sorted(own.items()) for device, own in rows.items()})
 
 
-def _can_be_asked(line: Mapping[str, str | None]) -> bool:
+def _whole(text: str) -> int:
+    """A device or a round."""
+    if not (text.strip().isdecimal() and len(text) < 20):
+        raise ValueError(f"{text[:40]!r} is no device or round; expected a number from 0")
+    return int(text)
+
+
+def _can_be_asked(line: Mapping[str, str]) -> bool:
     """What the column says, if there is one; an empty cell is a yes."""
     text = (line.get(_AVAILABLE) or "1").strip()
     if text not in ("0", "1"):
-        raise ValueError(f"{_AVAILABLE} is {text!r}; expected 1, or 0 if it cannot be asked")
+        raise ValueError(f"{_AVAILABLE} is {text[:40]!r}; expected 1, or 0 if it cannot be asked")
     return text == "1"
 
 

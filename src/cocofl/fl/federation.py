@@ -72,15 +72,31 @@ class Federation:
     training: Training
     per_round: int
     seed: int
+    by_coin: bool = False
+    """Whether each device's coin decides if it has its turn; ``per_round`` have it on average."""
 
     @cached_property
     def mean_steps(self) -> int:
         """The steps of a device with the mean share of data."""
         return max(1, self.training.steps(round(float(self.partition.sizes.mean()))))
 
-    def in_random_order(self, round_index: int) -> Iterator[int]:
-        """All who have data and can be asked, in the order in which this round asks them."""
-        order = stream(self.seed, "sample", round_index).permutation(len(self.devices))
+    def coins(self, round_index: int) -> int | None:
+        """How many devices have their turn by their coin; None where as many as wanted are asked.
+
+        Each coin on its own is the same as a number from the binomial distribution, and as many
+        of all devices in random order.
+        """
+        if not self.by_coin:
+            return None
+        count = len(self.devices)
+        return int(stream(self.seed, "coins", round_index).binomial(count, self.per_round / count))
+
+    def in_random_order(self, round_index: int, first: int | None = None) -> Iterator[int]:
+        """All who have data and can be asked, in the order in which this round asks them.
+
+        With ``first`` only these of all, whether they can be asked or not.
+        """
+        order = stream(self.seed, "sample", round_index).permutation(len(self.devices))[:first]
         sizes = self.partition.sizes
         return (
             device

@@ -10,6 +10,9 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from cocofl.errors import InvalidExperiment
+from cocofl.fl.robust import MergedByRules
+from cocofl.fl.rules import Rules
 from cocofl.fl.state import Contribution, Part, ServerState, Tensors
 
 
@@ -29,6 +32,14 @@ class Merge(ABC):
     @abstractmethod
     def begin(self, state: ServerState, round_index: int) -> Accumulator:
         """A round begins."""
+
+    def with_rules(self, rules: Rules) -> Merge:
+        """The same where what devices agree on is found by rules (``[merge]``)."""
+        del rules
+        raise InvalidExperiment(
+            f"merge.rules cannot be used: {type(self).__name__}, by which the strategy merges, has "
+            "no method `with_rules`. Add one, or say rules = [] in [merge] for the plain mean"
+        )
 
     def __call__(
         self, state: ServerState, contributions: Iterable[Contribution], round_index: int = 0
@@ -61,11 +72,20 @@ class Mean(Merge):
     """
 
     over: Literal["everyone", "senders"] = "everyone"
+    rules: Rules | None = None
+    """By which devices agree; None for the plain mean."""
 
     def begin(self, state: ServerState, round_index: int) -> Accumulator:
         """A round begins."""
         del round_index
-        return _MeanSoFar(state, over_everyone=self.over == "everyone")
+        over_everyone = self.over == "everyone"
+        if self.rules is not None:
+            return MergedByRules(state, self.rules, over_everyone=over_everyone)
+        return _MeanSoFar(state, over_everyone=over_everyone)
+
+    def with_rules(self, rules: Rules) -> Mean:
+        """The same by rules."""
+        return replace(self, rules=rules)
 
 
 class _MeanSoFar:
@@ -131,13 +151,28 @@ class ServerOptimizer(Merge):
 
     def begin(self, state: ServerState, round_index: int) -> Accumulator:
         """A round begins."""
-        return _ThenMove(self, state, round_index)
+        return _Optimized(self, self.merge).begin(state, round_index)
+
+    def with_rules(self, rules: Rules) -> Merge:
+        """The same step, towards what devices agree on by rules."""
+        return _Optimized(self, self.merge.with_rules(rules))
+
+
+@dataclass(frozen=True)
+class _Optimized(Merge):
+    optimizer: ServerOptimizer
+    merge: Merge
+
+    def begin(self, state: ServerState, round_index: int) -> Accumulator:
+        return _ThenMove(self.optimizer, self.merge, state, round_index)
 
 
 class _ThenMove:
-    def __init__(self, optimizer: ServerOptimizer, state: ServerState, round_index: int) -> None:
+    def __init__(
+        self, optimizer: ServerOptimizer, merge: Merge, state: ServerState, round_index: int
+    ) -> None:
         self._optimizer, self._old, self._round_index = optimizer, state, round_index
-        self._inner = optimizer.merge.begin(state, round_index)
+        self._inner = merge.begin(state, round_index)
         self.add = self._inner.add
 
     def finish(self) -> ServerState:

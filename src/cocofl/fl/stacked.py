@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from cocofl.fl.batches import Ints
-from cocofl.fl.state import Contribution, Layout, Part, Tensors, votes_of_rows
+from cocofl.fl.state import (
+    Contribution,
+    Group,
+    Layout,
+    Part,
+    Piece,
+    Tensors,
+    kind_of,
+    votes_of_rows,
+)
 from cocofl.fl.trainer import Task, Trainer, scaled_layers
 from cocofl.models import MODELS
 from cocofl.span import Blocks, Span
@@ -154,11 +163,27 @@ class StackedLayout(Layout):
             self._block_of |= {key: slot.block for key, slot in kind.by_key.items()}
         self._fresh_statistics = cache(partial(self._statistics_row, tensors={}))
         self._places_of_level = cache(lambda level: networks.has(level).double().to(on))
-        self._bytes = cache(self._bytes_of)
+        self._bytes, self._pieces = cache(self._bytes_of), cache(self._pieces_of)
 
     def is_learned(self, name: str) -> bool:
         """One row holds all parameters."""
         return name == PARAMETERS
+
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """One for each tensor; of what has no row, one that is all of it."""
+        return self._pieces(name)
+
+    def _pieces_of(self, name: str) -> list[Piece]:
+        kind = name.partition("@")[0]
+        if kind not in self._slots:
+            kind_of_values = "scales" if name == SCALES else kind_of(name)
+            group = Group(self._block_of.get(name, -1), learned=False)
+            return [Piece(group, slice(None), kind_of_values)]
+        found: dict[int, Piece] = {}
+        for key, slot in self._slots[kind].by_key.items():
+            group, where = Group(slot.block, kind == PARAMETERS), slice(slot.start, slot.stop)
+            found.setdefault(slot.start, Piece(group, where, kind_of(key)))
+        return list(found.values())
 
     # From keys to rows, and back
 
@@ -265,14 +290,14 @@ class StackedLayout(Layout):
         size += len(memory) * self._bytes(PARAMETERS, width, blocks)
         if work.sends_parameters:
             votes = None if device.level is None else self._votes(device.level, rows)
-            parts.append(Part(PARAMETERS, parameters, votes=votes))
+            parts.append(Part(PARAMETERS, parameters, votes=votes, blocks=blocks))
             size += self._bytes(PARAMETERS, width, blocks)
             constants = self._constants if is_whole else {}
         if is_whole and self._slots[STATISTICS].size:
-            parts.append(Part(STATISTICS, statistics))
+            parts.append(Part(STATISTICS, statistics, blocks=blocks))
             size += self._bytes(STATISTICS, width, blocks)
         for at, row in trained.statistics.items():
-            parts.append(Part(statistics_part(widths[at]), row, measured=True))
+            parts.append(Part(statistics_part(widths[at]), row, measured=widths[at] < 1.0))
             size += self._bytes(STATISTICS, widths[at], blocks)
         size += sum(t.nbytes for key, t in constants.items() if self._block_of[key] in blocks)
 

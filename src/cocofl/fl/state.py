@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cocofl.models.widths import Place
+from cocofl.span import Blocks
 
 Tensors = dict[str, Tensor]
 Memory = Mapping[str, Tensors]
@@ -34,6 +35,24 @@ class Part(NamedTuple):
     """By element, whether it counts; None where all do."""
     measured: bool = False
     """Whether it is a measurement, which those who did not take it know nothing about."""
+    blocks: Blocks | None = None
+    """The blocks that the device trained, where the part is a row of all; None where it is not."""
+
+
+class Group(NamedTuple):
+    """What is looked at as one: the parameters of a block, or its norm statistics."""
+
+    block: int
+    """-1 for what is in no block."""
+    learned: bool
+
+
+class Piece(NamedTuple):
+    """The places of one tensor in a part that is laid out flat."""
+
+    group: Group
+    where: slice
+    kind: Literal["values", "variances", "scales"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +110,9 @@ class Layout(Protocol):
     def is_learned(self, name: str) -> bool:
         """Whether a part holds parameters, rather than statistics or scales."""
 
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """The tensors that a part is made of."""
+
     def memory_of(self, contribution: Contribution) -> Memory:
         """What the device remembers from now on, beside the parts of a state."""
         if contribution.stacked is not None:
@@ -105,6 +127,8 @@ class KeyLayout(Layout):
     places: Places = lambda _width: {}
     learned: frozenset[str] | None = None
     """The keys of parameters; None where all but scales are."""
+    block_of: Mapping[str, int] = field(default_factory=dict)
+    """By key, the block that has it."""
 
     def by_key(self, parts: Mapping[str, Tensor]) -> Tensors:
         """As they are."""
@@ -121,12 +145,17 @@ class KeyLayout(Layout):
         for key, tensor in contribution.tensors.items():
             place, rows = places.get(key), contribution.rows.get(key)
             votes = None if rows is None else votes_of_rows(tensor, rows)
-            measured = key.startswith(SCALE_PREFIX) or not (is_whole or key in places)
-            yield Part(key, tensor, place, votes, measured)
+            own = places if not is_whole else self.block_of or contribution.tensors
+            yield Part(key, tensor, place, votes, measured=is_scale(key) or key not in own)
 
     def is_learned(self, name: str) -> bool:
         """By its key."""
         return name in self.learned if self.learned is not None else not is_scale(name)
+
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """One, which is all of it."""
+        group = Group(self.block_of.get(name, -1), self.is_learned(name))
+        return [Piece(group, slice(None), kind_of(name))]
 
 
 def votes_of_rows(tensor: Tensor, rows: NDArray[np.int64] | None) -> Tensor:
@@ -139,6 +168,13 @@ def votes_of_rows(tensor: Tensor, rows: NDArray[np.int64] | None) -> Tensor:
 def is_scale(key: str) -> bool:
     """Whether a state's key names a scale."""
     return key.startswith(SCALE_PREFIX)
+
+
+def kind_of(key: str) -> Literal["values", "variances", "scales"]:
+    """What a state's key names; variances and scales are above zero."""
+    if is_scale(key):
+        return "scales"
+    return "variances" if key.endswith("running_var") else "values"
 
 
 @dataclass(frozen=True, eq=False)

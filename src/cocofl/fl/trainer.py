@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from cocofl.chain import BlockChain, split
-from cocofl.data import Split
+from cocofl.data import Samples
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints, mini_batches, tensors
 from cocofl.fl.codec import codec, transmitted
@@ -68,8 +68,8 @@ class TrainerSpec:
 
     subject: Subject
     training: Training
-    train: Split
-    test: Split
+    train: Samples
+    test: Samples
     backend: str = "auto"
     metrics: tuple[str, ...] = ("accuracy", "f1")
     codec: str = "identity"
@@ -114,7 +114,9 @@ class Trainer:
 
     def server_state(self, tensors: Mapping[str, Tensor]) -> ServerState:
         """A state of this network, in the memory of the CPU."""
-        layout = KeyLayout(self.places, frozenset(parameter_keys(self.model())))
+        blocks = enumerate(self.chain().blocks)
+        block_of = {key: index for index, block in blocks for key in block.state_dict()}
+        layout = KeyLayout(self.places, frozenset(parameter_keys(self.model())), block_of)
         return ServerState.from_flat(tensors).placed(layout)
 
     def train(self, task: Task, state: ServerState) -> Contribution:

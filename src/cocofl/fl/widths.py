@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ class OrderedWork:
             sent |= {statistics_key(key, width): t for key, t in floats.items()}
         return Contribution(sent, len(task.indices), loss, widest)
 
-    def draws(self, task: Task) -> Iterator[float]:
+    def drawn_widths(self, task: Task) -> Iterator[float]:
         """The width of each mini-batch."""
         rng = task.rng("widths")
         while True:
@@ -179,12 +180,12 @@ class OrderedWork:
         device = DeviceWork(
             networks.everything, "f", task.lr, level=level, distillation=self.distillation
         )
-        steps = range(len(networks.trainer.batches(task)))
-        drawn = [networks.level(width) for _, width in zip(steps, self.draws(task), strict=False)]
-        return StackedWork(device, steps_at=drawn, sends_statistics=True)
+        widths = islice(self.drawn_widths(task), len(networks.trainer.batches(task)))
+        return StackedWork(device, [networks.level(one) for one in widths], sends_statistics=True)
 
     def _losses(self, trainer: Trainer, task: Task, scores: Any) -> Iterator[Tensor]:
-        for (inputs, labels), width in zip(trainer.load(task), self.draws(task), strict=False):
+        widths = self.drawn_widths(task)
+        for (inputs, labels), width in zip(trainer.load(task), widths, strict=False):
             student = scores(width, inputs)
             loss = trainer.loss(student, labels)
             if self.distillation and width < self.widths[-1]:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from logging import ERROR
 from multiprocessing.connection import Connection
+from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
-from flwr.clientapp.utils import get_load_client_app_fn
-from flwr.common.config import get_fused_config_from_fab
+from flwr.common.config import get_fab_config, get_fused_config_from_fab
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import run_from_proto
 from flwr.proto.message_pb2 import ObjectTree
@@ -28,7 +28,12 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 
 from cocofl.engine.worker import end_with_reader
+from cocofl.errors import InvalidSetting
 from cocofl.flower.node import object_ids, receive_frames, reply_frames, send_frames
+from cocofl.flower.settings import trusted_modules
+from cocofl.named import import_function, names_are_data
+
+OUR_APP = "cocofl.flower.client"
 
 
 def answer(frames: Sequence[bytes]) -> list[bytes]:
@@ -58,14 +63,24 @@ def _load(about: bytes, run_bytes: bytes, fab: bytes) -> tuple[ClientApp, Contex
     """The app of a run, and what it may keep from message to message."""
     node = json.loads(about)
     run = run_from_proto(ProtoRun.FromString(run_bytes))
-    install_from_fab(fab, skip_prompt=True)
-    load = get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
-    app = load(run.fab_id, run.fab_version, run.fab_hash)
+    app = load_app(fab, node["node_config"])
     config = get_fused_config_from_fab(fab, run)
     context = Context(
         run.run_id, node["node_id"], node["node_config"], RecordDict(), config, run.series_id
     )
     return app, context
+
+
+def load_app(fab: bytes, node_config: Mapping[str, Any]) -> ClientApp:
+    """The ClientApp that a server's app names: ours, or one whose module this device trusts."""
+    name = get_fab_config(fab)["tool"]["flwr"]["app"]["components"]["clientapp"]
+    # Last, so that nothing in the server's app is taken for a library.
+    sys.path.append(str(install_from_fab(fab, skip_prompt=True)))
+    with names_are_data(OUR_APP, *trusted_modules(node_config)):
+        app = import_function(name, InvalidSetting)
+    if not isinstance(app, ClientApp):
+        raise LoadClientAppError(f"{name} is a {type(app).__name__}, not a ClientApp")
+    return app
 
 
 def main() -> None:

@@ -2,18 +2,19 @@
 
 Its node config says what it has and where its data is; none of that leaves the device.
 
-============== ===================================================================================
-time           what it may spend: a fraction of full training on its own data, or "30s" per round
-memory         a fraction, or "200MB"
-upload         a fraction, or "1MB"
-budget-file    instead of these a TOML file with the same keys, read anew every round
-profile        the profile table made on this device, or measured:NAME; default: counted, analytic
-data-dir       the folder that the data function is given
-partition-id   with num-partitions: this device has one part of the data that everybody has
-threads        with how many threads it trains; default: what the table was measured with, or 1
-kernels        int8 kernels, if not those that are fastest here
-trust          modules of which the server may name functions: "task other_module"; default: none
-============== ===================================================================================
+================== ===============================================================================
+time               what it may spend: a fraction of full training on its data, or "30s" per round
+memory             a fraction, or "200MB"
+upload             a fraction, or "1MB"
+budget-file        instead of these a TOML file with the same keys, read anew every round
+profile            the profile table made on this device, or measured:NAME; default: counted
+data-dir           the folder that the data function is given
+partition-id       with num-partitions: this device has one part of the data that everybody has
+threads            with how many threads it trains; default: what the table was measured with, or 1
+kernels            int8 kernels, if not those that are fastest here
+secure-aggregation true: never send an update but behind masks (docs/privacy.md)
+trust              modules of which the server may name functions: "task other"; default: none
+================== ===============================================================================
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from cocofl.allocator import keep_freed_memory
@@ -37,11 +38,28 @@ from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
 from cocofl.fl.codec import ERROR
 from cocofl.fl.federation import Situation
-from cocofl.fl.state import Memory, Tensors
+from cocofl.fl.privacy import Bounds, clipped, shareable
+from cocofl.fl.state import Contribution, Memory, Tensors
+from cocofl.fl.strategies import Plan
 from cocofl.fl.trainer import Task
-from cocofl.flower.records import unpacked, update_reply, with_shared_facts
-from cocofl.flower.settings import alike_devices, node_budget
-from cocofl.flower.updates import Contract
+from cocofl.flower.records import (
+    STATE,
+    fingerprint,
+    unpacked,
+    update_reply,
+    with_shared_facts,
+)
+from cocofl.flower.secure_round import (
+    OFFER,
+    REVEAL,
+    SHARE,
+    SecureDevice,
+    planned_blocks,
+    stage_of,
+)
+from cocofl.flower.secure_updates import SummableUpdates
+from cocofl.flower.settings import LEAST_DEVICES, alike_devices, node_budget, trusted_modules
+from cocofl.flower.updates import Contract, Request
 from cocofl.freeze import check_state
 from cocofl.named import names_are_data
 from cocofl.profiling.table import ProfileTable
@@ -56,10 +74,16 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """One round of one device: plan, train what fits, and send that."""
     state, settings = unpacked(message)
-    round_index, lr, node = settings.pop("round"), settings.pop("lr"), context.node_config
-    with names_are_data(*str(node.get("trust", "")).split()):
+    node, lr = context.node_config, settings.pop("lr")
+    sent = fingerprint(message.content.config_records[STATE])
+    request = Request(settings.pop("round"), message.metadata.group_id, sent)
+    with names_are_data(*trusted_modules(node)):
         device = _device(context.run_id, context.node_id, json.dumps(node), json.dumps(settings))
-        payload = device.play(round_index, lr, state)
+        stage = stage_of(message.content)
+        if stage is None:
+            payload = device.play(request, lr, state)
+        else:
+            payload = device.take_part(*stage, context.state, (request.round_index, lr, state))
     return Message(update_reply(payload), reply_to=message)
 
 
@@ -82,6 +106,8 @@ class Device:
         self._trainer = self._setup.trainer
         self._trainer.kernels = machine_plan()
         self._contract = Contract(self._trainer.chain(), codec=self._trainer.codec)
+        least = int(settings.get("secure_least", LEAST_DEVICES))
+        self._updates = SummableUpdates(self._contract, len(self._trainer.chain()), least)
         self._memory: Memory = {}
         """What the codec has lost so far; gone with the process, which costs accuracy only."""
         if "partition-id" in node:
@@ -91,20 +117,51 @@ class Device:
             self._number = node_id
             self._indices = np.arange(len(dataset.train))
 
-    def play(self, round_index: int, lr: float, state: Tensors) -> bytes:
+    def play(self, request: Request, lr: float, state: Tensors) -> bytes:
         """The update of a round; empty if nothing fits this device's budget now."""
+        if self._node.get("secure-aggregation"):
+            raise InvalidExperiment(
+                "this device sends nothing unmasked (secure-aggregation in its node config); "
+                "set flower.secure_aggregation on the server"
+            )
+        plan = self._plan(request.round_index)
+        if plan is None:
+            return b""
+        return self._contract.encode(self._train(plan, request.round_index, lr, state), request)
+
+    def take_part(
+        self, stage: str, payload: bytes, kept: RecordDict, asked: tuple[int, float, Tensors]
+    ) -> bytes:
+        """A stage of secure aggregation; empty if nothing fits this device's budget now."""
+        (round_index, lr, state), secure = asked, SecureDevice(self._updates, kept)
+        if stage == SHARE:
+            return secure.share(payload)
+        if stage == REVEAL:
+            return secure.reveal(payload)
+        plan = self._plan(round_index)
+        if plan is None:
+            return b""
+        if stage == OFFER:
+            return secure.offer(planned_blocks(plan.work))
+        return secure.mask(payload, lambda: self._train(plan, round_index, lr, state), state)
+
+    def _plan(self, round_index: int) -> Plan | None:
+        """What fits this device's budget now."""
         experiment, number = self._setup.experiment, self._number
         training = experiment.training
         budget = node_budget(self._node, training.steps(len(self._indices)) * training.batch)
         rng = stream(experiment.seed, "select", round_index, number)
-        plan = self._setup.strategy.plan(Situation(number, round_index, budget, rng))
-        if plan is None:
-            return b""
+        return self._setup.strategy.plan(Situation(number, round_index, budget, rng))
+
+    def _train(self, plan: Plan, round_index: int, lr: float, state: Tensors) -> Contribution:
+        """What the device contributes, as far as others may know it."""
+        experiment, number = self._setup.experiment, self._number
         check_state(self._trainer.chain(), state, None)
         seed, indices = experiment.seed, self._indices
         task = Task(seed, round_index, number, indices, plan.work, lr, self._memory)
         begin = time.perf_counter()
-        contribution = self._trainer.train(task, self._trainer.server_state(state))
+        own = self._trainer.server_state(state)
+        contribution = self._trainer.train(task, own)
         spent_s = time.perf_counter() - begin
         logger.info("round %s: trained %.3f s, process %s", round_index + 1, spent_s, os.getpid())
         self._memory = {ERROR: contribution.memory.get(ERROR, {})}
@@ -114,7 +171,11 @@ class Device:
                 "to round, which only a simulation can do"
             )
         remember_plan(self._trainer.kernels)
-        return self._contract.encode(contribution)
+        if not experiment.privacy.is_on:
+            return contribution
+        # Where the server sees sums only, nobody else can clip this.
+        bounds = Bounds.of(self._trainer.model(), experiment.privacy)
+        return clipped(shareable(contribution), own, bounds)
 
 
 def _threads(node: Mapping[str, Any]) -> int:

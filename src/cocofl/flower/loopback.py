@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from cocofl.flower.settings import toml_value
+from cocofl.named import search_path
 
 LINK = "loop"
 # As a file: in a module of the package it would begin with importing PyTorch.
@@ -102,10 +103,15 @@ class Loopback:
         raise DeploymentFailed(f"the SuperLink did not start: see {self.folder}/superlink.log")
 
     def start_node(
-        self, name: str, config: Mapping[str, Any] | None = None, *, key: Path | None = None
+        self,
+        name: str,
+        config: Mapping[str, Any] | None = None,
+        *,
+        key: Path | None = None,
+        program: Sequence[str] = NODE_PROGRAM,
     ) -> subprocess.Popen[bytes]:
         """A SuperNode with its node config; with TLS it needs a key."""
-        words = [*NODE_PROGRAM, "--superlink", f"{_HOST}:{self.port}", *self._node_options]
+        words = [*program, "--superlink", f"{_HOST}:{self.port}", *self._node_options]
         if config:
             pairs = (f"{name}={json.dumps(value)}" for name, value in config.items())
             words += ["--node-config", " ".join(pairs)]
@@ -178,12 +184,11 @@ class Loopback:
 
     def environment(self) -> dict[str, str]:
         """Of all processes: nothing is sent to anybody, nothing is installed, nothing is shared."""
-        programs, modules = str(Path(sys.executable).parent), os.environ.get("PYTHONPATH")
+        programs = str(Path(sys.executable).parent)
         return {
             **os.environ,
             "PATH": os.pathsep.join([programs, os.environ.get("PATH", "")]),
-            # The user's own modules may lie in the current folder.
-            "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [modules])]),
+            "PYTHONPATH": search_path(),
             "FLWR_HOME": str(self.folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

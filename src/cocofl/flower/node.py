@@ -24,6 +24,7 @@ from logging import ERROR, INFO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Timer
 from typing import Any, NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -76,13 +77,19 @@ class AppProcess:
             self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
             theirs.close()
             self._fab = fab
+        # One that hangs, or was stopped, neither reads nor writes: killed it does both.
+        alarm = Timer(within_s, self._process.kill)
+        alarm.start()
+        begin = time.monotonic()
         try:
             send_frames(self._pipe, frames)
-            if self._pipe.poll(within_s):
-                return receive_frames(self._pipe)
+            return receive_frames(self._pipe)
         except (EOFError, OSError):
-            raise ChildProcessError(f"the app's process ended with {self.close()}") from None
-        self.close()
+            code = self.close()
+        finally:
+            alarm.cancel()
+        if time.monotonic() - begin < within_s:
+            raise ChildProcessError(f"the app's process ended with {code}")
         raise TimeoutError(f"the app gave no answer in {within_s:.0f} s; its process was ended")
 
     def close(self) -> int | None:
@@ -218,7 +225,8 @@ def main() -> None:
     if arguments.insecure and (arguments.root_certificates or key):
         parser.error("--insecure goes without certificates and keys, which need TLS")
     config = parse_config_args([arguments.node_config] if arguments.node_config else None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the SuperLink is told
+    # So that the SuperLink is told, and whoever started this sees that it was ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with http_request_response(
         arguments.superlink, arguments.insecure, arguments.root_certificates, _keys(key)
     ) as connection:

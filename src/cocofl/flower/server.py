@@ -8,26 +8,42 @@ device trained, and nothing of what the device has.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
+from cocofl.accounting import Sampling
 from cocofl.config import Experiment
-from cocofl.engine.executor import Answer, Executor, RoundPlan
+from cocofl.engine.executor import QUARANTINED, Answer, Executor, RoundPlan
 from cocofl.engine.rounds import Verdict, run
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Setup, open_folder
 from cocofl.fl.metrics import MetricFacts, Populations
-from cocofl.fl.state import ServerState
-from cocofl.flower.records import UPDATE, Reply, ask, packed, shared_facts, state_record
-from cocofl.flower.settings import Deployment, alike_devices, check_experiment, read_run_config
-from cocofl.flower.updates import Contract
+from cocofl.fl.privacy import system_noise
+from cocofl.fl.state import Contribution, ServerState
+from cocofl.flower.quarantine import Quarantine
+from cocofl.flower.records import UPDATE, fingerprint, packed, shared_facts, state_record
+from cocofl.flower.replies import Reply, ask
+from cocofl.flower.secure_round import SecureRound, with_stage
+from cocofl.flower.secure_updates import SummableUpdates
+from cocofl.flower.settings import (
+    Deployment,
+    alike_devices,
+    check_experiment,
+    check_privacy,
+    read_run_config,
+    with_sensible_rules,
+)
+from cocofl.flower.updates import Contract, Request
 from cocofl.freeze import KernelPlan
 from cocofl.rng import stream
 from cocofl.runlog import FATES, RoundRecord
@@ -49,15 +65,20 @@ def main(grid: Grid, context: Context) -> None:
     with open_folder(Path(deployment.folder), experiment, resume=deployment.resume) as folder:
         if not folder.is_complete:
             folder.write_about(server.setup.about())
-            log = _Log(server.job.trainer.tally.metrics[0].facts)
+            folder.rewind()  # a round that was not kept as a whole is played again
+            for record in folder.rounds():
+                server.quarantine.add(record)
+            log = _Log(server.job.trainer.tally.metrics[0].facts, server.quarantine)
             run([(server.job, folder)], server, KernelPlan(), [log])
 
 
 class _Log:
-    """Says how rounds went."""
+    """Says how rounds went, and whom an operator should look at."""
 
-    def __init__(self, headline: MetricFacts) -> None:
-        self._headline = headline
+    def __init__(self, headline: MetricFacts, quarantine: Quarantine) -> None:
+        self._headline, self._quarantine = headline, quarantine
+        for node in quarantine.held:
+            self._say_held(node)
 
     def on_round(self, record: RoundRecord) -> None:
         counts = [f"{n} {fate}" for fate in FATES if (n := record.count(fate))]
@@ -65,6 +86,20 @@ class _Log:
         logger.info("round %s: %s", record.round, ", ".join(said))
         for node, reason in record.reasons or ():
             logger.warning("node %s: %s", node, reason)
+        for one in record.figures or ():
+            if one.outlier:
+                logger.warning(
+                    "node %s: outlier: its change is %.3g times the usual, scales move by %.3g, "
+                    "loss %.3g, %s samples",
+                    *(one.device, one.against_median, one.scale_change, one.loss, one.samples),
+                )
+        for node in self._quarantine.add(record):
+            self._say_held(node)
+
+    def _say_held(self, node: int) -> None:
+        rounds = ", ".join(map(str, self._quarantine.held[node]))
+        said = "node %s: quarantined: an outlier in rounds %s (flower.quarantine); not asked again"
+        logger.warning(said, node, rounds)
 
     def on_end(self) -> None:
         """Nothing to add."""
@@ -76,9 +111,11 @@ class Server(Executor):
     def __init__(self, grid: Grid, experiment: Experiment, deployment: Deployment) -> None:
         super().__init__()
         check_experiment(experiment)
+        experiment = with_sensible_rules(experiment, deployment)
         self._grid, self._deployment = grid, deployment
         # Who the devices are, and what they have, is not for the server to say.
-        self.setup = Setup(alike_devices(experiment, 1).changed({"data.split": "iid"}))
+        own = replace(alike_devices(experiment, 1), merge=experiment.merge.deployed)
+        self.setup = Setup(own.changed({"data.split": "iid"}))
         self._contract = Contract(
             self.setup.chain,
             self.setup.trainer.codec,
@@ -88,46 +125,101 @@ class Server(Executor):
         classes = self.setup.data.facts.num_classes
         uniform = np.full((1, classes), 1 / classes)
         self.job = replace(
-            self.setup.job(),
+            self.setup.plain_job(),
             federation=None,  # devices plan by themselves, and no server knows of groups
             populations=Populations((), uniform[:0], uniform),
             deadline_s=0.0,
             checkpoint_every=1,  # a server may be killed at any time: whoever resumes loses nothing
             judge=self._judge,
+            sees_devices=not deployment.secure_aggregation,
         )
+        self._updates: SummableUpdates | None = None
+        """How updates are added up, where the server learns sums only."""
+        if deployment.secure_aggregation:
+            chain, least = self.setup.chain, deployment.secure_least
+            self._updates = SummableUpdates(self._contract, len(chain), least)
+        merge, codec = self.job.strategy.merge, self.setup.trainer.codec
+        check_privacy(experiment, deployment, merge, codec)
+        # Whoever is asked knows it, and so does the server: nothing is hidden by chance.
+        sampling = Sampling("fixed", deployment.per_round, deployment.per_round)
+        clips = not deployment.secure_aggregation
+        self.job = self.setup.private(self.job, sampling, system_noise, clips=clips)
+        self.quarantine = Quarantine(deployment.quarantine)
+        self._requests: dict[int, Request] = {}
+        """What each node of the round was asked."""
         facts = shared_facts(self.setup.data)
-        self._common = {"experiment": experiment.to_dict(), "facts": facts}
+        self._common: dict[str, Any] = {"experiment": experiment.to_dict(), "facts": facts}
+        if self._updates is not None:
+            self._common["secure_least"] = deployment.secure_least
 
     def collect(self, plan: RoundPlan, state: ServerState) -> Iterator[Answer]:
         """Ask the nodes that are there, and wait until they have answered or are late."""
         nodes = self._nodes(plan.round_index)
         record = state_record(state.tensors)
         settings = {**self._common, "round": plan.round_index, "lr": plan.lr}
-        timeout_s = self._deployment.round_s
+        timeout_s, size = self._deployment.round_s, record.count_bytes()
+        if self._updates is None:
+            contents = dict.fromkeys(nodes, packed(record, settings))
+            request = Request(plan.round_index, state=fingerprint(record))
+            answers = iter(self._exchange(contents, request, timeout_s).values())
+        else:
+            self._secure = SecureRound(
+                self._updates, partial(self._stage, record, settings), timeout_s
+            )
+            answers = self._secure.collect(nodes, state.tensors)
+        for answer in answers:
+            yield answer._replace(broadcast_bytes=size)
+        for node in sorted(self.quarantine.held.keys() & set(self._grid.get_node_ids())):
+            yield Answer(node, None, QUARANTINED)
+
+    def _stage(
+        self,
+        state: ConfigRecord,
+        settings: Mapping[str, Any],
+        stages: Mapping[int, ConfigRecord],
+        with_state: bool,
+        timeout_s: float,
+    ) -> dict[int, Answer]:
+        """A stage of secure aggregation; only one of them needs the state."""
+        record = state if with_state else state_record({})
+        content, request = packed(record, settings), Request(settings["round"])
+        contents = {node: with_stage(content, stage) for node, stage in stages.items()}
+        return self._exchange(contents, request, timeout_s)
+
+    def _exchange(
+        self, contents: Mapping[int, RecordDict], request: Request, timeout_s: float
+    ) -> dict[int, Answer]:
+        """Send each node something, with a nonce of its own, and wait for the answers."""
+        self._requests = {node: request._replace(nonce=secrets.token_hex(16)) for node in contents}
+        ttl = timeout_s + GRACE_S  # whoever is late must not work through rounds that are over
         messages = [
-            # Whoever is late must not work through rounds that are over.
-            Message(packed(record, settings), node, MessageType.TRAIN, ttl=timeout_s + GRACE_S)
-            for node in nodes
+            # The nonce is the group's name: content that differed would be sent once per node.
+            Message(contents[node], node, MessageType.TRAIN, ttl=ttl, group_id=request.nonce)
+            for node, request in self._requests.items()
         ]
-        size = record.count_bytes()
         replies = ask(self._grid, messages, timeout_s)
-        for node, reply in zip(nodes, replies, strict=True):
-            yield _answer(node, reply)._replace(broadcast_bytes=size)
+        pairs = zip(self._requests.items(), replies, strict=True)
+        return {node: _answer(node, request, reply) for (node, request), reply in pairs}
 
     def _judge(self, answer: Answer, state: ServerState) -> Verdict:
-        """What bytes contribute that fulfil the contract."""
+        """What bytes contribute that fulfil the contract; sums have been judged already."""
+        if isinstance(answer.sent, Contribution):
+            return Verdict(answer.sent, self._secure.work_of(answer.device))
         assert isinstance(answer.sent, bytes)
-        blocks, contribution = self._contract.decode(answer.sent, state.tensors)
+        request = self._requests[answer.device]
+        blocks, contribution = self._contract.decode(answer.sent, state.tensors, request)
         return Verdict(replace(contribution, device=answer.device), str(blocks))
 
     def _nodes(self, round_index: int) -> list[int]:
         """Whom to ask: all that are there, or some of them at random."""
         settings = self._deployment
         end = time.monotonic() + settings.wait_s
-        while len(found := sorted(self._grid.get_node_ids())) < settings.nodes:
+        while len(found := self._trusted_nodes()) < settings.nodes:
             if time.monotonic() > end:
+                held = len(self.quarantine.held)
                 raise InvalidExperiment(
-                    f"after {settings.wait_s:g} s there are {len(found)} nodes; round "
+                    f"after {settings.wait_s:g} s there are {len(found)} nodes"
+                    f"{f' beside {held} in quarantine' if held else ''}; round "
                     f"{round_index + 1} needs {settings.nodes} (flower.nodes). What is finished "
                     "is kept: start more, then run again with flower.resume=true"
                 )
@@ -137,10 +229,15 @@ class Server(Executor):
         order = stream(self.job.seed, "sample", round_index).permutation(len(found))
         return sorted(found[index] for index in order[: settings.per_round].tolist())
 
+    def _trusted_nodes(self) -> list[int]:
+        return sorted(set(self._grid.get_node_ids()) - self.quarantine.held.keys())
 
-def _answer(node: int, reply: Reply) -> Answer:
+
+def _answer(node: int, request: Request, reply: Reply) -> Answer:
     """What came back from a node, for the many reasons there are."""
     if isinstance(reply, Message) and not reply.has_error():
+        if (reply.metadata.src_node_id, reply.metadata.group_id) != (node, request.nonce):
+            return Answer(node, None, "rejected", "request: the reply is to another request")
         return _update(node, reply.content)
     if isinstance(reply, Exception):
         return Answer(node, None, "rejected", f"format: the reply cannot be read: {reply!r:.200}")

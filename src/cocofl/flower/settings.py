@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,13 +19,21 @@ from cocofl.budget import Budget
 from cocofl.checks import check_number
 from cocofl.config import Experiment, from_table, parse_value
 from cocofl.errors import InvalidBudget, InvalidExperiment, RunFolderProblem
+from cocofl.files import parsed_toml, read_limited, write_text
+from cocofl.fl.codec import Codec
+from cocofl.fl.merge import Mean, Merge, ServerOptimizer
+from cocofl.fl.rules import AUTO
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.fl.strategies.facts import BLOCKS
+from cocofl.flower.secure_updates import MOST_SAMPLES
 from cocofl.flower.updates import MAX_CHANGE, MAX_SAMPLES
 from cocofl.named import nearest
 
 SECTION = "flower."
+LEAST_DEVICES = 3
+"""Of two each knows the other's numbers from the sum."""
 _LIMITS = ("time", "memory", "upload")
+_MOST_BUDGET_BYTES = 2**16
 _HEAD = """\
 # A Flower app that runs CoCoFL: `flwr run . NAME-OF-THE-SUPERLINK --stream`.
 # Your own modules go beside this file; `model.name` and `data.name` name functions in them,
@@ -68,6 +75,12 @@ class Deployment:
     """The most samples that one device's update may stand for: they are its weight in the merge."""
     max_change: float = MAX_CHANGE
     """The largest norm of a change, as a multiple of 1 + the norm of what it changes."""
+    quarantine: int = 0
+    """A node that is an outlier so often within 20 rounds is no longer asked; 0: nobody."""
+    secure_aggregation: bool = False
+    """Whether the server learns sums of updates only (docs/privacy.md)."""
+    secure_least: int = LEAST_DEVICES
+    """No sum over fewer devices is opened."""
 
     def __post_init__(self) -> None:
         check_number("flower.nodes", self.nodes, least=1)
@@ -76,6 +89,8 @@ class Deployment:
         check_number("flower.round_s", self.round_s, above=0)
         check_number("flower.max_samples", self.max_samples, least=1)
         check_number("flower.max_change", self.max_change, above=0)
+        check_number("flower.quarantine", self.quarantine, least=0)
+        check_number("flower.secure_least", self.secure_least, least=LEAST_DEVICES)
 
 
 def read_run_config(config: Mapping[str, Any]) -> tuple[Experiment, Deployment]:
@@ -121,7 +136,6 @@ def write_app(folder: Path, config: Mapping[str, Any]) -> Path:
     path = folder / "pyproject.toml"
     if path.exists():
         raise RunFolderProblem(f"{path} exists already; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
     sections: dict[str, list[str]] = {}
     for key, value in config.items():
         section, _, name = key.rpartition(".")
@@ -129,7 +143,7 @@ def write_app(folder: Path, config: Mapping[str, Any]) -> Path:
     lines = [_HEAD]
     for section, content in sorted(sections.items()):
         lines += [f"[tool.flwr.app.config{'.' + section if section else ''}]", *content, ""]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    write_text(path, "\n".join(lines))
     return folder
 
 
@@ -162,10 +176,68 @@ def check_experiment(experiment: Experiment) -> None:
         )
 
 
+def check_privacy(
+    experiment: Experiment, deployment: Deployment, merge: Merge, codec: Codec
+) -> None:
+    """Complain about what cannot be private as it is asked for, and say why."""
+    if experiment.privacy.is_on and not deployment.per_round:
+        raise InvalidExperiment(
+            "privacy is on, and noisy sums are divided by a number of devices that is known "
+            "beforehand: give flower.per_round"
+        )
+    if deployment.quarantine and (experiment.privacy.is_on or deployment.secure_aggregation):
+        raise InvalidExperiment(
+            "flower.quarantine is for nodes whose updates stand out, but with privacy or "
+            "flower.secure_aggregation nobody looks at single updates; set it to 0"
+        )
+    if not deployment.secure_aggregation:
+        return
+    if not sums_suffice(merge):
+        raise InvalidExperiment(
+            "flower.secure_aggregation is on, and the server learns sums only, but it merges by "
+            f"{merge!r:.200}, which wants more; expected Mean('everyone'), or a ServerOptimizer on "
+            "top of it, and in [merge] rules = [] and share = 1"
+        )
+    if not codec.is_exact:
+        raise InvalidExperiment(
+            f"flower.secure_aggregation is on, but upload.codec is {experiment.upload.codec!r}, "
+            'and encoded updates cannot be added up; expected "identity"'
+        )
+    if deployment.max_samples > MOST_SAMPLES:
+        raise InvalidExperiment(
+            f"flower.secure_aggregation is on, but flower.max_samples is {deployment.max_samples}; "
+            f"sums are of at most {MOST_SAMPLES} per device"
+        )
+
+
+def with_sensible_rules(experiment: Experiment, deployment: Deployment) -> Experiment:
+    """The same with the plain mean for ``auto``, where nobody compares single devices."""
+    hides = experiment.privacy.is_on or deployment.secure_aggregation
+    if not hides or AUTO not in experiment.merge.rules:
+        return experiment
+    return experiment.changed({"merge.rules": []})
+
+
+def sums_suffice(merge: Merge) -> bool:
+    """Whether a merge needs to know no more than the sum over everyone.
+
+    >>> sums_suffice(Mean("everyone")), sums_suffice(Mean("senders"))
+    (True, False)
+    """
+    if isinstance(merge, ServerOptimizer):
+        return type(merge).begin is ServerOptimizer.begin and sums_suffice(merge.merge)
+    return type(merge) is Mean and merge.over == "everyone" and merge.rules is None
+
+
 def alike_devices(experiment: Experiment, count: int) -> Experiment:
     """The experiment with so many devices of one group: who has what is the devices' own affair."""
     one = {"devices.per_round": 1, "devices.groups": [{"name": "all"}]}
     return experiment.changed({"devices.count": count, **one})
+
+
+def trusted_modules(config: Mapping[str, Any]) -> list[str]:
+    """The modules of which a node config lets the server name functions."""
+    return str(config.get("trust", "")).split()
 
 
 def node_budget(config: Mapping[str, Any], samples: int) -> Budget:
@@ -195,8 +267,8 @@ def node_budget(config: Mapping[str, Any], samples: int) -> Budget:
 
 def _read_budget(path: Path) -> dict[str, Any]:
     try:
-        limits = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        limits = parsed_toml(read_limited(path, _MOST_BUDGET_BYTES))
+    except (OSError, ValueError) as error:
         # Without its budget a device must not train: it has one, and it is not known.
         raise InvalidBudget(f"cannot read the budget in {path}: {error}") from error
     for key in limits:

@@ -35,6 +35,7 @@ from cocofl.experiment import simulate as simulate_with
 from cocofl.fl.state import ServerState
 from cocofl.fl.widths import StatisticsWork
 from cocofl.flower import records
+from cocofl.flower.replies import ask
 from cocofl.freeze import KernelPlan
 
 _QUIET = {
@@ -130,7 +131,7 @@ class OnFlower(Executor):
             for node, (state, about) in zip(nodes, requests, strict=False)
         ]
         good = []
-        for reply in records.ask(self._grid, messages, poll_s=0.02, is_over=self._over.is_set):
+        for reply in ask(self._grid, messages, poll_s=0.02, is_over=self._over.is_set):
             if not isinstance(reply, Message) or reply.has_error():
                 told = reply.error.reason if isinstance(reply, Message) else reply
                 raise NodeFailed(

@@ -10,7 +10,6 @@ from cocofl.config import Experiment
 from cocofl.experiment import Run
 from cocofl.flower.loopback import DeploymentFailed, Loopback
 from cocofl.flower.settings import Deployment, run_config, write_app
-from cocofl.named import names_in
 from cocofl.runlog import RoundRecord, RunFolder
 
 # A strong, a medium and a weak device, and so on in turn.
@@ -37,7 +36,7 @@ def try_out(
                 "num-partitions": supernodes,
                 **dict.fromkeys(("time", "memory", "upload"), budget),
             }
-            if own := names_in(experiment.by_key()):
+            if own := experiment.names():
                 node["trust"] = " ".join(own)
             key = network.new_key(f"node{number}") if secure else None
             network.start_node(f"supernode{number}", node, key=key)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from cocofl.checks import check_of
 from cocofl.errors import InvalidSetting, KernelMissing
-from cocofl.files import write_text
+from cocofl.files import parsed_json, read_limited, write_text
 from cocofl.freeze.kernels import (
     KERNELS,
     REFERENCE,
@@ -22,14 +23,16 @@ from cocofl.freeze.kernels import (
     LinearMap,
     Prepared,
     available,
+    disagreement,
     kernel,
     leave_out,
 )
 from cocofl.freeze.layout import channels_last
-from cocofl.numerics import Codes, Grid
+from cocofl.numerics import Codes, Grid, as_float
 
 _REPEATS = 7
 _FORMAT = "cocofl kernel plan 1"
+_are_choices = check_of(dict[str, str])
 
 
 class KernelPlan:
@@ -42,7 +45,7 @@ class KernelPlan:
         for signature, name in (choices or {}).items():
             if name not in KERNELS:
                 raise KernelMissing(
-                    f"the kernel plan asks for {name!r} at {signature!r}; "
+                    f"the kernel plan asks for {name!r:.40} at {signature!r:.200}; "
                     f"known are {', '.join(KERNELS)}"
                 )
         self._choices, self._fixed = dict(choices or {}), fixed
@@ -70,16 +73,17 @@ class KernelPlan:
     def load(cls, path: str | Path, *, fixed: bool = True) -> KernelPlan:
         """Read a saved plan; by default it is then obeyed and never extended."""
         try:
-            content = json.loads(Path(path).read_text())
-            choices = content["choices"]
-            readable = content["format"] == _FORMAT and all(
-                isinstance(part, str) for pair in choices.items() for part in pair
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            content = parsed_json(read_limited(Path(path)))
+        except (OSError, ValueError) as error:
             raise InvalidSetting(f"{path} is not a kernel plan: {error}") from error
-        if not readable:
+        if not (
+            isinstance(content, dict)
+            and content.keys() == {"format", "choices"}
+            and content["format"] == _FORMAT
+            and _are_choices(content["choices"])
+        ):
             raise InvalidSetting(f"{path} is not a kernel plan of format {_FORMAT!r}")
-        return cls(choices, fixed=fixed)
+        return cls(content["choices"], fixed=fixed)
 
 
 def fastest(linear_map: LinearMap) -> str:
@@ -93,16 +97,20 @@ def fastest(linear_map: LinearMap) -> str:
     random = torch.Generator(device).manual_seed(0)
     values = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=random)
     x, out = Codes(channels_last(values), Grid(0.02, zero)), Grid(0.02, 0)
-    ready: dict[str, Prepared] = {}
+    ready: dict[str, Prepared] = {REFERENCE.name: REFERENCE.prepare(linear_map)}
+    truth = as_float(ready[REFERENCE.name](x, None, None))
     for k in available(device):
         try:
-            ready[k.name] = k.prepare(linear_map)
+            run = k.prepare(linear_map)
             # This warms up, too: packing, code generation, page faults.
-            _seconds(ready[k.name], x, out)
+            if problem := disagreement(k, as_float(run(x, None, None)), truth):
+                leave_out(k.name, f"{problem} at {linear_map.signature}")
+                continue
+            _seconds(run, x, out)
+            ready[k.name] = run
         except Exception as error:
             if k is REFERENCE:
                 raise
-            ready.pop(k.name, None)
             leave_out(k.name, f"{type(error).__name__}: {error}")
     times: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(_REPEATS):

@@ -29,6 +29,7 @@ import torch
 from cocofl.allocator import keep_freed_memory
 from cocofl.errors import CocoflError, ProfilingFailed
 from cocofl.freeze import freeze, upload_sizes
+from cocofl.named import search_path
 from cocofl.profiling.memory import peak_tensor_bytes
 from cocofl.profiling.subject import (
     Settings,
@@ -58,9 +59,8 @@ def measure(folder: Path, configuration: Configuration) -> Cost:
 
 
 def _in_fresh_process(folder: Path, what: str, *more: str) -> Any:
-    command = [sys.executable, "-m", "cocofl.profiling.measure", str(folder), what, *more]
-    paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-P", "-m", "cocofl.profiling.measure", str(folder), what, *more]
+    environment = {**os.environ, "PYTHONPATH": search_path()}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cocofl.chain import BlockChain, split
 from cocofl.errors import InvalidModel, InvalidSetting
-from cocofl.files import write_text
+from cocofl.files import parsed_json, read_limited, replacing, write_text
 from cocofl.freeze import VARIANTS, KernelPlan, State, backend_names, chain_state, freeze
 from cocofl.models import MODELS
 from cocofl.named import lookup
@@ -229,13 +229,13 @@ def prepare(folder: Path, settings: Settings) -> None:
     """Write the workspace; what is there already stays, so that a resumed sweep uses the same."""
     if (folder / _SETTINGS).exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
     plan = KernelPlan()
     if settings.method == "span":
         chain, inputs = settings.chain()
         state = measured_state(chain, inputs)
         arrays: dict[str, Any] = {key: t.numpy() for key, t in state.items()}
-        np.savez(folder / _STATE, **arrays)
+        with replacing(folder / _STATE) as file:
+            np.savez(file, **arrays)
         plan = kernel_plan(settings, chain, state)
     plan.save(folder / _PLAN)
     write_text(folder / _SETTINGS, json.dumps(asdict(settings)) + "\n")
@@ -243,7 +243,11 @@ def prepare(folder: Path, settings: Settings) -> None:
 
 def load_settings(folder: Path) -> Settings:
     """What the workspace was prepared for."""
-    return Settings(**json.loads((folder / _SETTINGS).read_text()))
+    path = folder / _SETTINGS
+    try:
+        return Settings(**parsed_json(read_limited(path)))
+    except (OSError, TypeError, ValueError) as error:
+        raise InvalidSetting(f"{path} says nothing of a measurement: {error}") from error
 
 
 def load_plan(folder: Path) -> KernelPlan:

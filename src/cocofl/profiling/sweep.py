@@ -21,14 +21,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cocofl.checks import Amount, check_of
 from cocofl.errors import InvalidSetting
+from cocofl.files import append_text, parsed_json, read_limited, write_text
 from cocofl.profiling.measure import measure, prepare_apart
-from cocofl.profiling.subject import WIDTHS, Settings, load_plan
+from cocofl.profiling.subject import WIDTHS, Settings, load_plan, load_settings
 from cocofl.profiling.table import Configuration, Cost, Hardware
 from cocofl.rng import stream
 from cocofl.span import Blocks, Span
 
 ANCHOR_EVERY = 10
+
+_BEGIN_ANEW = "remove that folder to begin anew, or choose another --out"
 
 Measure = Callable[[Path, Configuration], Cost]
 
@@ -67,8 +71,8 @@ def sweep(
     def note(configuration: Configuration, *, anchor: bool) -> None:
         entry = Entry(configuration, anchor, measure_one(folder, configuration))
         entries.append(entry)
-        with journal.open("a") as file:
-            file.write(json.dumps([configuration, anchor, *entry.cost], default=str) + "\n")
+        line = json.dumps([configuration, anchor, *entry.cost], default=str)
+        append_text(journal, line + "\n")
 
     found = {entry.configuration for entry in entries if not entry.anchor}
     order = stream(0, "profiling.sweep").permutation(len(wanted))
@@ -112,27 +116,35 @@ def drift(entries: Sequence[Entry]) -> list[float]:
     return [float(value) for value in pace]
 
 
+_is_entry = check_of(tuple[str | float, bool, Amount, int | None, int, int])
+
+
 def _read_journal(path: Path, settings: Settings) -> list[Entry]:
     """What was measured so far, one JSON line each; a last line that was cut off is dropped."""
     facts = {"settings": asdict(settings), "hardware": asdict(Hardware.here(settings.threads))}
     head = json.loads(json.dumps(facts))  # as it will be read: a tuple becomes a list
     if not path.exists():
-        path.write_text(json.dumps(head) + "\n")
-    whole, _, _cut = path.read_text().rpartition("\n")
-    first, *lines = whole.splitlines()
-    found = json.loads(first)
-    found["settings"].setdefault("head", False)  # journals of before there was one
-    if found != head:
-        raise InvalidSetting(
-            f"{path.parent} holds measurements of {_differences(found, head)}; remove that "
-            "folder to begin anew, or choose another --out"
-        )
-    path.write_text(whole + "\n")
+        write_text(path, json.dumps(head) + "\n")
+    try:
+        whole, _, _cut = read_limited(path).decode().rpartition("\n")
+        first, *lines = whole.splitlines()
+        found, measured = parsed_json(first), [parsed_json(line) for line in lines]
+        found["settings"].setdefault("head", False)  # journals of before there was one
+        known = {part: dict(found[part]) for part in head}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidSetting(f"{path} is no journal: {error}; {_BEGIN_ANEW}") from error
+    # What is measured is what the workspace says, so that must not say anything else.
+    if known != head or load_settings(path.parent) != settings:
+        differences = _differences(known, head) or "something else"
+        raise InvalidSetting(f"{path.parent} holds measurements of {differences}; {_BEGIN_ANEW}")
+    write_text(path, whole + "\n")
     entries = []
-    for line in lines:
-        key, anchor, *cost = json.loads(line)
+    for number, line in enumerate(measured, start=2):
+        if not _is_entry(line):
+            raise InvalidSetting(f"{path}, line {number}, is no measurement; {_BEGIN_ANEW}")
+        key, anchor, *cost = line
         configuration = Blocks.parse(key) if isinstance(key, str) else float(key)
-        entries.append(Entry(configuration, bool(anchor), Cost(*cost)))
+        entries.append(Entry(configuration, anchor, Cost(*cost)))
     return entries
 
 

@@ -13,7 +13,7 @@ A table file is JSON::
      "error": {"time_median": 0.02, …},   // of predictions, as fractions; empty if measured
      "columns": ["start", "stop", "step_s", "rss_bytes", "tensor_bytes", "upload_bytes"],
      "rows": [[0, 1, 0.0712, 91234304, 61234176, 14620], …],
-     "checksum": "…"                      // of the rows; leave it out of a table made by hand
+     "checksum": "…"                      // of all that; leave it out of a table made by hand
     }
 
 ``step_s`` is the time of one mini-batch, ``rss_bytes`` the peak of resident memory above the
@@ -34,6 +34,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +43,10 @@ import torch
 from numpy.typing import NDArray
 
 from cocofl.budget import Budget, bytes_text
+from cocofl.checks import Check, check_of, in_short
 from cocofl.errors import InvalidSpan, InvalidTable, OtherHardware, TableMismatch
-from cocofl.files import write_text
-from cocofl.span import Blocks, Span, all_spans
+from cocofl.files import parsed_json, read_limited, write_text
+from cocofl.span import MOST_BLOCKS, Blocks, Span, all_spans
 
 FORMAT = "cocofl profile table 1"
 METHODS = ("span", "width")
@@ -54,6 +56,7 @@ PREFIX = "measured:"
 PUBLISHED_BATCH = 32  # the paper's, for all its tables
 _FRACTIONS = ("time", "memory", "upload")
 _TEXTS = ("model", "method", "variant", "backend")
+_LEAST, _MOST = 1e-15, 1e18
 
 Floats = NDArray[np.float64]
 Configuration = Blocks | float
@@ -351,7 +354,7 @@ def _shipped_path(name: str) -> Path:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parsed_json(read_limited(path))
     except FileNotFoundError as error:
         raise InvalidTable(
             f"there is no profile table at {path}; make one with `cocofl profile MODEL --out FILE`"
@@ -377,33 +380,49 @@ def _parse(content: Any, name: str) -> ProfileTable:
     )
 
 
+_SHAPES: dict[str, Check] = {
+    **dict.fromkeys(("format", *_TEXTS, "source", "checksum"), check_of(str)),
+    **dict.fromkeys(("n_blocks", "batch"), check_of(int)),
+    "hardware": check_of(dict[str, str | int] | None),
+    "error": check_of(dict[str, float]),
+    "columns": check_of(list[str]),
+    "rows": check_of(list[list[str | float | None]]),
+}
+_NOT_NEEDED = ("hardware", "error", "checksum")
+
+
 def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
     for key, choices in (("method", METHODS), ("source", SOURCES)):
         if content.get(key) not in choices:
             raise InvalidTable(
-                f"{name}: {key} is {content.get(key)!r}; expected one of {', '.join(choices)}"
+                f"{name}: {key} is {in_short(content.get(key))}; expected one of "
+                f"{', '.join(choices)}"
             )
     kinds = [["width"]] if content["method"] == "width" else [["blocks"], ["start", "stop"]]
     rows = _rows(content, kinds, Cost._fields, name)
+    incomplete = f"{name} is not a complete profile table"
+    for key in content.keys() | _SHAPES.keys() - _NOT_NEEDED:
+        if key not in content or key not in _SHAPES:
+            raise InvalidTable(f"{incomplete}: {'unknown' if key in content else 'no'} {key[:40]}")
+        if not _SHAPES[key](content[key]):
+            raise InvalidTable(f"{incomplete}: {key} is {in_short(content[key])}")
     try:
-        facts = {key: str(content[key]) for key in _TEXTS}
-        hardware = content.get("hardware")
-        error = {
-            str(key): value if isinstance(value, int) else float(value)
-            for key, value in content.get("error", {}).items()
-        }
-        return ProfileTable.from_costs(
-            {key: Cost(*values) for key, values in rows.items()},
-            n_blocks=content["n_blocks"],
-            source=content["source"],
-            batch=_whole(content, "batch", name),
-            hardware=None if hardware is None else Hardware(**hardware),
-            error=error,
-            name=name,
-            **facts,
-        )
-    except (KeyError, TypeError, AttributeError, ValueError) as problem:
-        raise InvalidTable(f"{name} is not a complete profile table: {problem!r}") from problem
+        hardware = None if content.get("hardware") is None else Hardware(**content["hardware"])
+    except TypeError as problem:
+        raise InvalidTable(f"{incomplete}: {problem}") from problem
+    for key, value in (asdict(hardware) if hardware else {}).items():
+        if isinstance(value, int) != (key == "threads"):
+            raise InvalidTable(f"{incomplete}: hardware.{key} is {in_short(value)}")
+    return ProfileTable.from_costs(
+        {key: Cost(*values) for key, values in rows.items()},
+        n_blocks=content["n_blocks"],
+        source=content["source"],
+        batch=_whole(content, "batch", name),
+        hardware=hardware,
+        error=content.get("error", {}),
+        name=name,
+        **{key: content[key] for key in _TEXTS},
+    )
 
 
 def _rows(
@@ -414,19 +433,22 @@ def _rows(
     # The last is the one that a wrong table is told of.
     keys = next((kind for kind in kinds if columns == [*kind, *fields]), None)
     if keys is None:
-        raise InvalidTable(f"{name}: columns are {columns}; expected {[*kinds[-1], *fields]}")
+        raise InvalidTable(
+            f"{name}: columns are {str(columns)[:200]}; expected {[*kinds[-1], *fields]}"
+        )
     if not isinstance(rows, list) or not rows:
         raise InvalidTable(f"{name} has no rows")
     n_columns = len(keys) + len(fields)
     for i, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != n_columns:
-            raise InvalidTable(f"{name}: row {i} is {row!r}; expected {n_columns} numbers")
-    if content.get("checksum") not in (None, _checksum(rows)):
+            raise InvalidTable(f"{name}: row {i} is {in_short(row)}; expected {n_columns} numbers")
+    # Of tables of before, of their rows only.
+    if content.get("checksum") not in (None, _checksum(content), _checksum(rows)):
         raise InvalidTable(
-            f"{name} was changed after it was written: its rows do not match its checksum. "
+            f"{name} was changed after it was written: it does not match its checksum. "
             'Profile again, or remove the "checksum" line if the change is meant'
         )
-    n_blocks = _whole(content, "n_blocks", name)
+    n_blocks = _whole(content, "n_blocks", name, MOST_BLOCKS)
     read = _width if keys == ["width"] else partial(_blocks, n_blocks)
     pairs = ((read(row[: len(keys)], name), row[len(keys) :]) for row in rows)
     found = _checked(pairs, fields, name)
@@ -434,38 +456,44 @@ def _rows(
         if 1.0 not in found:
             raise InvalidTable(f"{name} lacks width 1, to which all fractions refer")
         return found
-    missing = [str(span) for span in all_spans(n_blocks) if span not in found]
-    if missing and any(blocks not in found for blocks in spans_with_head(n_blocks)):
-        shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+    missing = (str(span) for span in all_spans(n_blocks) if span not in found)
+    # Counted first: whoever says that there are a thousand blocks need not be asked for all spans.
+    few = len(found) <= n_blocks * (n_blocks - 1) // 2
+    if (first := [*islice(missing, 6)]) and (
+        few or any(blocks not in found for blocks in spans_with_head(n_blocks))
+    ):
+        shown = ", ".join(first[:5]) + (", …" if len(first) > 5 else "")
         raise InvalidTable(
-            f"{name} has {len(found)} of the {len(found) + len(missing)} spans of {n_blocks} "
+            f"{name} has {len(found)} of the {n_blocks * (n_blocks + 1) // 2} spans of {n_blocks} "
             f"blocks; missing are {shown}"
         )
     return found
 
 
-def _whole(content: Mapping[str, Any], key: str, name: str) -> int:
+def _whole(content: Mapping[str, Any], key: str, name: str, most: int = 2**31) -> int:
     value = content.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidTable(f"{name}: {key} is {value!r}; expected a whole number from 1")
+    if type(value) is not int or not 1 <= value <= most:
+        raise InvalidTable(
+            f"{name}: {key} is {in_short(value)}; expected a whole number from 1 to {most}"
+        )
     return value
 
 
 def _width(key: Sequence[Any], name: str) -> float:
     (width,) = key
-    if not isinstance(width, int | float) or not 0 < width <= 1:
-        raise InvalidTable(f"{name}: width {width!r} is not a ratio in (0, 1]")
+    if type(width) not in (int, float) or not 0 < width <= 1:
+        raise InvalidTable(f"{name}: width {in_short(width)} is not a ratio in (0, 1]")
     return float(width)
 
 
 def _blocks(n_blocks: int, key: Sequence[Any], name: str) -> Blocks:
-    text = str(key[0]) if len(key) == 1 else f"{key[0]!r}:{key[1]!r}"
+    text = str(key[0]) if len(key) == 1 else ":".join(map(in_short, key))
     try:
         blocks = Blocks.parse(text)
         blocks.check_fits(n_blocks)
     except InvalidSpan:
         raise InvalidTable(
-            f"{name}: {text} is not a span of a chain of {n_blocks} blocks"
+            f"{name}: {text[:60]} is not a span of a chain of {n_blocks} blocks"
         ) from None
     return blocks
 
@@ -487,10 +515,12 @@ def _checked(
 
 
 def _check_number(value: Any, what: str, *, positive: bool = True) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0 or (positive and value == 0):
+    # So large or small that their fractions are still numbers.
+    if type(value) not in (int, float) or not (
+        _LEAST <= value <= _MOST or (value == 0 and not positive)
+    ):
         expected = "a number above 0" if positive else "a number that is not negative"
-        raise InvalidTable(f"{what} is {value!r}; expected {expected}")
+        raise InvalidTable(f"{what} is {in_short(value)}; expected {expected}")
 
 
 def _published_rows(content: Mapping[str, Any], name: str) -> ProfileTable:
@@ -516,8 +546,10 @@ def _published_list(content: Sequence[Any], name: str) -> ProfileTable:
     for i, entry in enumerate(content):
         try:
             frozen = [int(block) for block in entry["freeze"]]
+            if any(block >= MOST_BLOCKS for block in frozen):
+                raise ValueError(f"no chain has more than {MOST_BLOCKS} blocks")
             entries.append((frozen, [entry["time"], entry["memory"], entry["data"]]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidTable(
                 f"{name}: entry {i} is not an object with freeze, time, data and memory: {error!r}"
             ) from error
@@ -532,8 +564,8 @@ def _span_beside(frozen: list[int], n_blocks: int, name: str) -> Span:
     trained = sorted(set(range(n_blocks)) - set(frozen))
     if not trained or len(trained) != trained[-1] - trained[0] + 1 or min(frozen, default=0) < 0:
         raise InvalidTable(
-            f"{name}: with blocks {frozen} frozen of {n_blocks}, the trained ones are "
-            f"{trained}; expected one contiguous range"
+            f"{name}: with blocks {str(frozen)[:60]} frozen of {n_blocks}, the trained ones are "
+            f"{str(trained)[:60]}; expected one contiguous range"
         )
     return Span(trained[0], trained[-1] + 1)
 
@@ -571,11 +603,15 @@ def _to_text(table: ProfileTable) -> str:
         "error": dict(table.error),
         "columns": [*columns, *Cost._fields],
     }
+    checksum = _checksum({**head, "rows": rows})
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    end = f' ],\n "checksum": "{_checksum(rows)}"\n}}\n'
+    end = f' ],\n "checksum": "{checksum}"\n}}\n'
     return "\n".join(["{", *lines, ' "rows": [', body, end])
 
 
-def _checksum(rows: Sequence[Sequence[Any]]) -> str:
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+def _checksum(content: Mapping[str, Any] | Sequence[Any]) -> str:
+    """Of rows, or of all that a table says."""
+    if isinstance(content, Mapping):
+        content = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

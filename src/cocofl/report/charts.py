@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from cocofl.fl.metrics import MetricFacts
 from cocofl.profiling import ProfileTable
-from cocofl.report.findings import AXES, Curve, Trained, summary
+from cocofl.report.findings import AXES, Curve, Trained, summary, thin
+from cocofl.report.nodes import NodeHistory
 from cocofl.report.palette import KIND_COLOURS, group_colour
 from cocofl.report.runs import Line, Scene
 from cocofl.report.sources import Holdings, printable
@@ -26,6 +27,9 @@ POINTS = 600
 """How many points of a curve are drawn at most; see :func:`~cocofl.report.findings.thin`."""
 BUBBLES = 2400
 """How many bubbles are drawn at most."""
+NODES = 24
+"""How many nodes of a deployment are drawn at most."""
+_LEAST_RATIO = 1e-3  # a logarithm has no zero
 
 KIND_SYMBOLS = {"qff": "circle", "ff": "square", "f": "triangle-up", "width": "x"}
 
@@ -196,6 +200,50 @@ def profile_chart(tables: Sequence[ProfileTable], what: str) -> go.Figure:
     figure.update_yaxes(title=f"{what} / full", rangemode="tozero")
     figure.update_layout(showlegend=True)
     return figure
+
+
+def nodes_chart(histories: Sequence[NodeHistory]) -> tuple[go.Figure, str]:
+    """How far each node's updates are from the usual, over rounds; a note where some are left out.
+
+    Who ever stood out has a colour; crosses mark the updates that did.
+    """
+    measured = [one for one in histories if one.figures]
+    figure, crosses = go.Figure(), list[tuple[int, float, str]]()
+    for index, one in enumerate(measured[:NODES]):
+        rounds = np.array(list(one.figures), dtype=np.int64)
+        values = np.array([max(f.against_median, _LEAST_RATIO) for f in one.figures.values()])
+        kept = thin([values], POINTS) if len(rounds) > POINTS else np.arange(len(rounds))
+        stands_out, name = bool(one.outlier_rounds), str(one.node)
+        colour = group_colour(index) if stands_out else "#6B7280"
+        figure.add_scatter(
+            x=rounds[kept].tolist(),
+            y=_rounded(values[kept]),
+            name=name,
+            mode="lines+markers" if len(kept) < 100 else "lines",
+            line={"color": colour, "width": 2 if stands_out else 1},
+            marker={"size": 4},
+            opacity=1.0 if stands_out else 0.5,
+            hovertemplate=f"<b>node {name}</b><br>{_HOVER['rounds']}: %{{y:.3g}} ×<extra></extra>",
+        )
+        marked = one.outlier_rounds[-POINTS:]
+        crosses += [
+            (number, max(one.figures[number].against_median, _LEAST_RATIO), name)
+            for number in marked
+        ]
+    figure.add_scatter(
+        x=[number for number, _, _ in crosses],
+        y=[value for _, value, _ in crosses],
+        text=[name for _, _, name in crosses],
+        mode="markers",
+        name="outlier",
+        marker={"symbol": "x", "size": 10, "color": "#D55E00"},
+        hovertemplate="<b>node %{text}</b> stood out<br>round %{x}: %{y:.3g} ×<extra></extra>",
+    )
+    figure.update_xaxes(title="round", rangemode="tozero")
+    ticks = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
+    figure.update_yaxes(title="norm of the change / median", type="log", tickvals=ticks)
+    left = len(measured) - NODES
+    return figure, f"{left} nodes that stand out less are not drawn. " if left > 0 else ""
 
 
 def _band(x: list[Any], one: Curve, line: Line, colour: str) -> go.Scatter:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from cocofl.budget import Budget
 from cocofl.errors import CocoflError
 from cocofl.experiment import Spread
+from cocofl.files import replacing
 from cocofl.fl.metrics import MetricFacts
 from cocofl.fl.select import feasible
 from cocofl.profiling import ProfileTable
@@ -41,11 +42,15 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 def save(figure: Figure, path: Path) -> list[Path]:
     """Draw a figure as PNG and as SVG; ``path`` is without an ending."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.with_name(path.name + kind) for kind in FORMATS]
     for file in files:
-        figure.savefig(file)
+        _draw_into(figure, file)
     return files
+
+
+def _draw_into(figure: Figure, path: Path) -> None:
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."))
 
 
 def bare(axes: Axes, *, grid: bool = True) -> None:
@@ -125,8 +130,7 @@ def save_bubble_chart(path: Path, held: Holdings, title: str) -> None:
             f"cannot draw into {path}: its name must end in {' or '.join(BUBBLE_FORMATS)}, "
             "which says what kind of file it becomes"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    bubble_chart(held, title).savefig(path)
+    _draw_into(bubble_chart(held, title), path)
 
 
 # --- what configurations cost -------------------------------------------------------------------

@@ -14,7 +14,7 @@ from cocofl.experiment import Run, Spread
 from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report.runs import Line, Scene
 from cocofl.runlog import FATES, metric_names, scores_by_name
-from cocofl.span import Blocks
+from cocofl.span import MOST_BLOCKS, Blocks
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -41,6 +41,8 @@ class Row:
     """How many updates of a run were merged, late, lost, rejected, infeasible; means."""
     complete: int
     """How many of its runs have reached their end."""
+    epsilon: float | None = None
+    """The largest of its runs', where there is privacy."""
 
 
 def summary(line: Line) -> Row:
@@ -60,11 +62,9 @@ def summary(line: Line) -> Row:
         worst_device=_spreads([scores_by_name(one, f"device_{name}") for one in finals]).get("min"),
         simulated_s=sum(one.simulated_s for run in line.runs for one in run.rounds) / n_runs,
         bytes_up=sum(one.bytes_up for run in line.runs for one in run.rounds) / n_runs,
-        updates={
-            fate: sum(one.count(fate) for run in line.runs for one in run.rounds) / n_runs
-            for fate in FATES
-        },
+        updates={fate: sum(run.fates[fate] for run in line.runs) / n_runs for fate in FATES},
         complete=sum(run.folder.is_complete for run in line.runs),
+        epsilon=max(run.rounds[-1].epsilon or 0.0 for run in line.runs) or None,
     )
 
 
@@ -219,7 +219,9 @@ def trained(line: Line, groups: Sequence[str]) -> Trained:
 
 def _blocks(work: str) -> Blocks | None:
     try:
-        return Blocks.parse(work)
+        blocks = Blocks.parse(work)
+        blocks.check_fits(MOST_BLOCKS)
+        return blocks
     except InvalidSpan:
         return None
 

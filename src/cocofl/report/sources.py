@@ -20,7 +20,7 @@ from cocofl.errors import CocoflError, DataNotFound, InvalidSetting, OtherHardwa
 from cocofl.experiment import Setup
 from cocofl.fl.strategies import NEEDS_NOTHING
 from cocofl.fl.strategies.facts import SPANS, WIDTHS
-from cocofl.named import names_in, refuse_untrusted
+from cocofl.named import refuse_untrusted
 from cocofl.profiling import ProfileTable
 from cocofl.report.runs import Scene
 
@@ -38,7 +38,7 @@ class Holdings:
     @classmethod
     def of(
         cls,
-        split: data.Split,
+        split: data.Samples,
         partition: data.Partition,
         group_of: Sequence[int] | NDArray[np.int64],
         group_names: Iterable[str],
@@ -74,6 +74,11 @@ class Sources:
         neutral = scene.lines[0].runs[0].experiment.with_strategy(NEEDS_NOTHING)
         self._experiment: Experiment = neutral.changed({"evaluation.metrics": ["loss"]})
 
+    @property
+    def are_on_devices(self) -> bool:
+        """Whether only the devices of a deployment have the data."""
+        return any(run.is_deployed for line in self._lines for run in line.runs)
+
     def holdings(self) -> Holdings:
         """Who held what in the scene's first run."""
         setup, devices = self._setup, self._setup.devices
@@ -97,7 +102,7 @@ class Sources:
     @cached_property
     def _setup(self) -> Setup:
         settings = self._experiment.data
-        refuse_untrusted(*names_in(self._experiment.by_key()))
+        refuse_untrusted(*self._experiment.names())
         # A report is no reason to download a data set.
         if ":" not in settings.name:
             listed = data.listing(settings.name, data_dir=settings.dir or None)

@@ -72,6 +72,8 @@ def summary_table(scene: Scene, *, costs: bool = True) -> TextTable:
         for fate in FATES:
             if fate == "merged" or any(row.updates[fate] for row in rows):
                 columns[fate] = [f"{row.updates[fate]:.4g}" for row in rows]
+    if any(row.epsilon for row in rows):
+        columns["ε"] = [f"{row.epsilon:.4g}" if row.epsilon else NOTHING for row in rows]
     columns["learning rate"] = [f"{row.lr:g}" for row in rows]
     columns["seeds"] = [str(row.seeds) for row in rows]
     return TextTable.of(scene.title, columns)
@@ -91,7 +93,12 @@ def highlights(scene: Scene) -> dict[str, str]:
         "simulated time": seconds_text(row.simulated_s),
         "uploaded": bytes_text(row.bytes_up),
         **{f"updates {fate}": f"{count:.4g}" for fate, count in row.updates.items() if count},
+        **({f"ε at δ = {_delta(scene):g}": f"{row.epsilon:.4g}"} if row.epsilon else {}),
     }
+
+
+def _delta(scene: Scene) -> float:
+    return scene.lines[0].runs[0].experiment.privacy.delta
 
 
 def _cell(found: Spread | None, metric: MetricFacts) -> str:

@@ -19,6 +19,7 @@ from cocofl.files import write_text
 from cocofl.profiling import ProfileTable
 from cocofl.report import charts
 from cocofl.report.findings import ahead, curve, summary, trained
+from cocofl.report.nodes import node_histories, node_table, reason_table
 from cocofl.report.palette import ON_DARK, line_colours
 from cocofl.report.runs import Line, Scene, arrange
 from cocofl.report.sources import Sources
@@ -134,6 +135,22 @@ def _stage(
         "trained": [_trained_card(line, groups, drawings) for line in lines],
         "data": data,
         "missing_data": missing_data,
+        "nodes": [_nodes(run, drawings) for line in lines for run in line.runs if run.is_deployed],
+    }
+
+
+def _nodes(run: Run, drawings: Drawings) -> dict[str, Any]:
+    """Who the nodes of a deployment are, and what an operator should know of them."""
+    histories = node_histories(run)
+    chart, note = charts.nodes_chart(histories)
+    caption = f"{note}Crosses mark outliers; who was never one is grey."
+    title = "How far updates are from the usual"
+    return {
+        "title": str(run.path),
+        "table": node_table(histories),
+        "reasons": reason_table(histories),
+        "suspects": [one for one in histories if one.outlier_rounds or one.quarantined],
+        "cards": [drawings.add(chart, title, 360, caption, wide=True)],
     }
 
 
@@ -145,6 +162,8 @@ def _trained_card(line: Line, groups: Sequence[str], drawings: Drawings) -> Card
 
 def _data_cards(sources: Sources, drawings: Drawings) -> tuple[list[Card], str]:
     """Who holds what, or why that is not shown."""
+    if sources.are_on_devices:
+        return [], "the devices of a deployment have their data, and tell nobody about it"
     try:
         held = sources.holdings()
     except (CocoflError, OSError) as error:
@@ -195,11 +214,16 @@ def _subtitle(runs: Sequence[Run]) -> str:
         return ", ".join(dict.fromkeys(str(one[key]) for one in settings))
 
     seeds = len({run.experiment.seed for run in runs})
-    return (
-        f"{each('model.name')} on {each('data.name')}, split {each('data.split')}; "
-        f"{each('devices.per_round')} of {each('devices.count')} devices a round, "
-        f"{each('rounds')} rounds, {seeds} {'seed' if seeds == 1 else 'seeds'}"
+    devices = (
+        f"split {each('data.split')}; {each('devices.per_round')} of {each('devices.count')} "
+        "devices a round"
     )
+    if all(run.is_deployed for run in runs):
+        nodes = {one.device for run in runs for record in run.rounds for one in record.devices}
+        devices = f"a deployment of {len(nodes)} nodes"
+    count = f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
+    what = f"{each('model.name')} on {each('data.name')}"
+    return f"{what}, {devices}, {each('rounds')} rounds, {count}"
 
 
 def _settings(runs: Sequence[Run]) -> list[tuple[str, str]]:

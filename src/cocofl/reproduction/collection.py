@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +10,7 @@ from pathlib import Path
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.experiment import Spread
+from cocofl.files import read_csv
 from cocofl.named import nearest
 
 PUBLISHED = "published.csv"
@@ -101,10 +101,12 @@ def _find(name: str) -> Path:
 
 
 def _read_published(path: Path) -> dict[Key, Spread]:
-    with path.open(newline="", encoding="utf-8") as file:
+    try:
         return {
             (line["row"], line["strategy"], line["value"]): Spread(
                 float(line["mean"]) / 100, float(line["std"]) / 100 if line["std"] else None
             )
-            for line in csv.DictReader(file)
+            for line in read_csv(path)
         }
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidSetting(f"{path} is no list of published values: {error}") from error

@@ -5,7 +5,6 @@ The same lines are a CSV file: small enough to publish, and enough to make every
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.experiment import Run, Spread
-from cocofl.files import write_text
+from cocofl.files import read_csv, write_text
 from cocofl.fl.strategies import recorded_facts
 from cocofl.fl.strategies.facts import WIDTHS
 from cocofl.profiling.table import PREFIX
@@ -126,11 +125,10 @@ def write(path: Path, results: Sequence[Result]) -> None:
 def read(path: Path) -> list[Result]:
     """What :func:`write` wrote."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return [_parse(line) for line in csv.DictReader(file)]
+        return [_parse(line) for line in read_csv(path)]
     except KeyError as error:
         raise InvalidSetting(f"{path} is not a file of results: it lacks column {error}") from error
-    except (OSError, ValueError, TypeError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         raise InvalidSetting(f"{path} is not a file of results: {error}") from error
 
 
@@ -141,6 +139,9 @@ def _parse(line: Mapping[str, str]) -> Result:
         {key: float(line[key]) for key in keys if key not in _PLAIN and line[key]}
         for keys in (names[: names.index("table")], names[names.index("table") :])
     )
+    for name in _NUMBERS:
+        if not 0 <= plain[name] < 2**63:  # nor is it NaN
+            raise ValueError(f"{name} is {line[name][:40]!r}; expected a number from 0")
     return Result(**plain, scores=scores, groups=groups)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from cocofl.errors import KernelMissing
 from cocofl.freeze.kernels.base import BFLOAT16, REFERENCE, Geometry, Kernel, LinearMap, Prepared
 from cocofl.freeze.kernels.legacy import FBGEMM, NATIVE, QNNPACK
 from cocofl.freeze.kernels.onednn import ONEDNN
-from cocofl.numerics import Codes, Grid, QuantizedWeight
+from cocofl.numerics import Codes, Grid, QuantizedWeight, as_float
 
 __all__ = [
     "KERNELS",
@@ -22,6 +24,7 @@ __all__ = [
     "Prepared",
     "available",
     "backend_names",
+    "disagreement",
     "kernel",
     "leave_out",
     "safe_weight_bits",
@@ -30,6 +33,9 @@ __all__ = [
 
 KERNELS = {k.name: k for k in (REFERENCE, BFLOAT16, ONEDNN, FBGEMM, QNNPACK)}
 """By name. One's own, put in here, can be asked for as a backend, and ``auto`` tries it."""
+INTEGER_ERROR, ROUNDED_ERROR = 1e-4, 2e-2
+"""By how much a kernel may differ from the reference: sums of int8 products are exact but for the
+last float32 operations, and bfloat16 has three digits."""
 
 
 def backend_names() -> tuple[str, ...]:
@@ -63,13 +69,24 @@ def why_not(chosen: Kernel) -> str | None:
 def _fails(chosen: Kernel) -> str | None:
     try:
         for shape, geometry in (((2, 8), None), ((2, 8, 4, 4), Geometry())):
-            codes = torch.ones(8, 8, *[1] * (len(shape) - 2), dtype=torch.int8)
-            weight = QuantizedWeight(codes, torch.ones(8))
-            run = chosen.prepare(LinearMap(weight, None, geometry, False, 0, shape))
-            run(Codes(torch.ones(shape, dtype=torch.uint8), Grid(1.0, 0)), Grid(1.0, 0), None)
+            codes = torch.arange(64, dtype=torch.int8).reshape(8, 8, *[1] * (len(shape) - 2)) - 32
+            one = LinearMap(QuantizedWeight(codes, torch.ones(8)), None, geometry, False, 0, shape)
+            values = torch.arange(math.prod(shape), dtype=torch.uint8).reshape(shape)
+            x = Codes(values, Grid(1.0, 0))
+            chosen.prepare(one)(x, Grid(1.0, 0), None)
+            found, truth = (k.prepare(one)(x, None, None) for k in (chosen, REFERENCE))
+            if problem := disagreement(chosen, as_float(found), as_float(truth)):
+                return leave_out(chosen.name, problem)
     except Exception as error:  # whatever it is, the others can do the work
         return leave_out(chosen.name, f"{type(error).__name__}: {error}")
     return None
+
+
+def disagreement(chosen: Kernel, found: Tensor, truth: Tensor) -> str | None:
+    """What is wrong with a kernel's result beside the reference's; None where it is right."""
+    error = float((found - truth).norm() / truth.norm().clamp_min(1e-12))
+    allowed = INTEGER_ERROR if chosen.integer else ROUNDED_ERROR
+    return None if error <= allowed else f"it is off by {error:.2g} of the reference's result"
 
 
 @cache

@@ -90,6 +90,24 @@
       redraw();
     });
   });
+  // A click on a heading sorts by it, largest first; another one turns that around.
+  document.querySelectorAll(".sortable th button").forEach((button) => {
+    button.addEventListener("click", () => {
+      const heading = button.parentElement, body = heading.closest("table").tBodies[0];
+      const at = heading.cellIndex, up = heading.getAttribute("aria-sort") === "descending";
+      heading.parentElement.querySelectorAll("th").forEach((one) => one.removeAttribute("aria-sort"));
+      heading.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const order = new Intl.Collator("en", {numeric: true}).compare;
+      const value = (row) => row.cells[at].textContent;
+      const number = (text) => parseFloat(text.replace("round ", ""));
+      const compare = (a, b) => {
+        const [x, y] = [number(value(a)), number(value(b))];
+        if (isNaN(x) || isNaN(y)) return isNaN(x) && isNaN(y) ? order(value(a), value(b)) : isNaN(x) - isNaN(y);
+        return up ? x - y : y - x;
+      };
+      body.append(...[...body.rows].sort(compare));
+    });
+  });
   dark.addEventListener("change", () => { paintChips(); redraw(); });
   // A printed page shows everything, also what was never scrolled to.
   addEventListener("beforeprint", () => places.forEach(draw));

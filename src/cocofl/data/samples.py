@@ -1,6 +1,6 @@
-"""One split of a data set, ready to train on, and the file it lives in.
+"""One part of a data set, ready to train on, and the file it lives in.
 
-A split is written once and memory-mapped ever after: starting an experiment costs no decoding, and
+A part is written once and memory-mapped ever after: starting an experiment costs no decoding, and
 all worker processes on a machine share one copy in the page cache. The file is an ordinary
 safetensors file (labels, owners, inputs, tokenizer) whose metadata holds the facts as JSON and a
 checksum of everything. It is written here rather than with the safetensors package because that
@@ -23,13 +23,15 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from cocofl.checks import Amount, Check, check_of, in_short
 from cocofl.errors import InvalidData
-from cocofl.files import replacing
+from cocofl.files import check_plain, parsed_json, replacing
 
-SPLITS = ("train", "test")
+PARTS = ("train", "test")
 # Raise the number when what a data set's function makes changes: caches of the old are rebuilt.
 FORMAT = "cocofl.split.1"
-MAX_HEADER_BYTES = 64 * 2**20
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_FILE_BYTES = 2**40
 DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "F32": np.dtype("<f4"),
@@ -44,12 +46,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """What there is to know about a split besides its samples."""
+    """What there is to know about a part besides its samples."""
 
     task: Literal["image", "text"]
     class_names: tuple[str, ...]
     mean: tuple[float, ...] = ()
-    """Per channel, of the training split, with pixels from 0 to 1."""
+    """Per channel, of the training part, with pixels from 0 to 1."""
     std: tuple[float, ...] = ()
     channels: int = 0
     """Images only: a grey image is stored once and shown in this many channels."""
@@ -70,8 +72,8 @@ class Facts:
 
 
 @dataclass(frozen=True, eq=False)
-class Draft:
-    """A split about to be written: small arrays whole, the inputs as a stream of chunks."""
+class NewSamples:
+    """A part about to be written: small arrays whole, the inputs as a stream of chunks."""
 
     facts: Facts
     labels: NDArray[Any]
@@ -87,11 +89,11 @@ class Draft:
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class Samples:
     """Samples and labels in a memory-mapped file, with the facts about them.
 
     Pixels are uint8 in (sample, height, width, channel) order: permuted to PyTorch's order this
-    *is* channels_last, without a copy. Sending a split to a worker process sends its path only.
+    *is* channels_last, without a copy. Sending a part to a worker process sends its path only.
     """
 
     path: Path
@@ -107,7 +109,7 @@ class Split:
         return len(self.labels)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_split, (self.path,)
+        return open_samples, (self.path,)
 
     def batch(self, indices: NDArray[Any]) -> tuple[Array, Array]:
         """Copies of the samples at ``indices`` that may be written to; token ids as int64."""
@@ -117,22 +119,23 @@ class Split:
         return inputs, self.labels[indices]
 
 
-def write_split(path: Path, draft: Draft) -> Facts:
-    """Write a split whole or not at all, and return its facts with the statistics."""
-    labels = check_labels(draft.labels, draft.facts, draft.where or path.name)
+def write_samples(path: Path, new: NewSamples) -> Facts:
+    """Write a part whole or not at all, and return its facts with the statistics."""
+    labels = check_labels(new.labels, new.facts, new.where or path.name)
     with replacing(path) as file:
-        return _write(file, draft, labels)
+        return _write(file, new, labels)
 
 
-def open_split(path: Path, *, verify: bool = False) -> Split:
-    """Map a split that :func:`write_split` wrote; ``verify`` also reads it all and checks it.
+def open_samples(path: Path, *, verify: bool = False) -> Samples:
+    """Map a part that :func:`write_samples` wrote; ``verify`` also reads it all and checks it.
 
     Raises :class:`InvalidData` when the file is not exactly such a file.
     """
     try:
+        check_plain(path, MAX_FILE_BYTES)
         mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
     except (OSError, ValueError) as error:  # a ValueError where it is empty
-        raise InvalidData(f"cannot read the cached split {path}: {error}") from error
+        raise InvalidData(f"cannot read the cached part {path}: {error}") from error
     header_bytes = int.from_bytes(mapped[:8].tobytes(), "little")
     if not 2 <= header_bytes <= min(len(mapped) - 8, MAX_HEADER_BYTES):
         raise InvalidData(
@@ -140,9 +143,9 @@ def open_split(path: Path, *, verify: bool = False) -> Split:
         )
     header, data = mapped[8 : 8 + header_bytes].tobytes(), mapped[8 + header_bytes :]
     try:
-        views, facts, crc32 = _parse(json.loads(header), data)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InvalidData(f"{path} is no complete split: {error!r}") from error
+        views, facts, crc32 = _parse(parsed_json(header), data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidData(f"{path} is no complete part: {error!r}") from error
     # The data, then the header with a checksum of 0.
     blank = header.replace(b'"crc32":"%08x"' % crc32, b'"crc32":"00000000"', 1)
     if verify and zlib.crc32(blank, zlib.crc32(data.data)) != crc32:
@@ -154,7 +157,7 @@ def open_split(path: Path, *, verify: bool = False) -> Split:
     if facts.task == "image":
         inputs = np.broadcast_to(inputs, (*inputs.shape[:-1], facts.channels))
     tokenizer = views["tokenizer"].tobytes() if "tokenizer" in views else b""
-    return Split(path, facts, inputs, views["labels"], views.get("owners"), tokenizer)
+    return Samples(path, facts, inputs, views["labels"], views.get("owners"), tokenizer)
 
 
 def normalise(pixels: NDArray[np.uint8], facts: Facts) -> NDArray[np.float32]:
@@ -206,35 +209,35 @@ def number_owners(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, .
 # --- the file ------------------------------------------------------------------------------------
 
 
-def _write(file: IO[bytes], draft: Draft, labels: Array) -> Facts:
+def _write(file: IO[bytes], new: NewSamples, labels: Array) -> Facts:
     small = {"labels": labels.astype(labels.dtype.newbyteorder("<"))}
-    if draft.owners is not None:
-        assert len(draft.owners) == len(labels)
-        small["owners"] = draft.owners.astype("<i4")
-    dtype = np.dtype(draft.dtype).newbyteorder("<")
+    if new.owners is not None:
+        assert len(new.owners) == len(labels)
+        small["owners"] = new.owners.astype("<i4")
+    dtype = np.dtype(new.dtype).newbyteorder("<")
     shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
         name: (array.dtype, array.shape) for name, array in small.items()
     }
-    shapes["inputs"] = (dtype, (len(labels), *draft.sample_shape))
-    if draft.tokenizer:
-        shapes["tokenizer"] = (DTYPES["U8"], (len(draft.tokenizer),))
+    shapes["inputs"] = (dtype, (len(labels), *new.sample_shape))
+    if new.tokenizer:
+        shapes["tokenizer"] = (DTYPES["U8"], (len(new.tokenizer),))
     # Statistics and checksum are known only at the end: leave room for their digits.
-    placeholder = replace(draft.facts, mean=(math.pi,) * 4, std=(math.pi,) * 4)
+    placeholder = replace(new.facts, mean=(math.pi,) * 4, std=(math.pi,) * 4)
     room = -(-(len(_header(shapes, placeholder, 0)) + 256) // 64) * 64
     file.write(bytes(8 + room))
     checksum = n_written = 0
     for array in small.values():
         checksum = zlib.crc32(array.data, checksum)
         file.write(array.data)
-    counts = np.zeros((draft.sample_shape[-1], 256), np.int64)
-    for chunk in draft.inputs:
-        assert chunk.shape[1:] == draft.sample_shape, f"{chunk.shape} for {draft.sample_shape}"
+    counts = np.zeros((new.sample_shape[-1], 256), np.int64)
+    for chunk in new.inputs:
+        assert chunk.shape[1:] == new.sample_shape, f"{chunk.shape} for {new.sample_shape}"
         assert chunk.dtype == dtype, f"{chunk.dtype} for {dtype}"
         data = np.ascontiguousarray(chunk, dtype)
         checksum = zlib.crc32(data.data, checksum)
         file.write(data.data)
         n_written += len(data)
-        if draft.facts.task == "image" and not draft.facts.mean:
+        if new.facts.task == "image" and not new.facts.mean:
             for channel, values in enumerate(data.reshape(-1, len(counts)).T):
                 counts[channel] += np.bincount(values, minlength=256)
     if n_written != len(labels):
@@ -242,9 +245,9 @@ def _write(file: IO[bytes], draft: Draft, labels: Array) -> Facts:
             f"there are {n_written} inputs and {len(labels)} labels: there must be one input per "
             "label"
         )
-    checksum = zlib.crc32(draft.tokenizer, checksum)
-    file.write(draft.tokenizer)
-    facts = _with_statistics(draft.facts, counts) if counts.any() else draft.facts
+    checksum = zlib.crc32(new.tokenizer, checksum)
+    file.write(new.tokenizer)
+    facts = _with_statistics(new.facts, counts) if counts.any() else new.facts
     checksum = zlib.crc32(_header(shapes, facts, 0).ljust(room), checksum)
     header = _header(shapes, facts, checksum)
     assert len(header) <= room
@@ -284,23 +287,46 @@ def _header(
     return json.dumps(header, separators=(",", ":")).encode()
 
 
+_FACTS: dict[str, Check] = {
+    "task": check_of(Literal["image", "text"]),
+    "class_names": check_of(list[str]),
+    **dict.fromkeys(("mean", "std"), check_of(list[Amount])),
+    **dict.fromkeys(("channels", "vocab_size"), check_of(int)),
+    "pad_id": check_of(int | None),
+    "owner_kind": check_of(str),
+    "owner_names": check_of(list[str]),
+    "labels": check_of(Literal["classes", "tokens", "numbers"]),
+}
+_is_entry = check_of(dict[str, str | list[int]])
+
+
+def _read_facts(text: str) -> Facts:
+    fields = parsed_json(text)
+    for name, value in fields.items():
+        if name not in _FACTS or not _FACTS[name](value):
+            raise ValueError(f"{name[:40]} is {in_short(value)}")
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    facts = Facts(**{**fields, **lists})
+    if not facts.class_names or 0.0 in facts.std:
+        raise ValueError("there are no classes, or pixels that are all the same")
+    return facts
+
+
 def _parse(header: Any, data: NDArray[np.uint8]) -> tuple[dict[str, Array], Facts, int]:
     """Views of the arrays, the facts and the checksum; everything checked, nothing allocated."""
     metadata = header.pop("__metadata__")
     if metadata["format"] != FORMAT:
         raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
-    fields = json.loads(metadata["facts"])
-    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    facts = Facts(**{**fields, **lists})
-    if facts.task not in ("image", "text") or not facts.class_names:
-        raise ValueError(f"no task {facts.task!r} with {len(facts.class_names)} classes")
+    facts = _read_facts(metadata["facts"])
     views: dict[str, Array] = {}
     begin = 0
     for name, entry in header.items():
-        dtype, shape = DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+        if not _is_entry(entry):
+            raise ValueError(f"{name[:40]} is {in_short(entry)}")
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         end = begin + math.prod(shape) * dtype.itemsize
-        if min(shape) < 0 or entry["data_offsets"] != [begin, end] or end > len(data):
-            raise ValueError(f"{name} of shape {shape} does not fill {entry['data_offsets']}")
+        if not shape or entry["data_offsets"] != [begin, end] or end > len(data):
+            raise ValueError(f"{name[:40]} of shape {str(shape)[:80]} does not fill its place")
         views[name] = data[begin:end].view(dtype).reshape(shape)
         begin = end
     if begin != len(data):
