@@ -223,7 +223,7 @@ class InOut(nn.Module):
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        size = x.size()[:-1] + (8,)
+        size = x.size()[:-1] + (8,)  # noqa: RUF005, as GPT-2 writes it
         y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
         return y if self.factor == 1.0 else y * self.factor
 

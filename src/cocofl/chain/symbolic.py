@@ -132,10 +132,11 @@ class _Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         # torch.fx would make a plain dict of a dict with attributes.
-        if isinstance(a, dict) and dataclasses.is_dataclass(a):
-            given = {f.name: getattr(a, f.name) for f in dataclasses.fields(a)}
+        kind: Any = type(a)
+        if isinstance(a, dict) and dataclasses.is_dataclass(kind):
+            given = {f.name: getattr(a, f.name) for f in dataclasses.fields(kind)}
             given = {name: self.create_arg(x) for name, x in given.items() if x is not None}
-            return self.create_node("call_function", type(a), (), given)
+            return self.create_node("call_function", kind, (), given)
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:

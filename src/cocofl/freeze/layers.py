@@ -108,8 +108,8 @@ def multiplies(layer: nn.Module) -> bool:
         given = [kinds.get(source, "") for source in node.all_input_nodes]
         kinds[node] = _kind_in_product(node, given)
     products = [node for node in graph.nodes if kinds[node] == "product"]
-    result = graph.output_node().args[0]
-    return len(products) == 1 and "" not in kinds.values() and kinds.get(result) == "result"
+    returned = [kinds[node] for node in graph.output_node().all_input_nodes]
+    return len(products) == 1 and "" not in kinds.values() and returned == ["result"]
 
 
 def _kind_in_product(node: fx.Node, given: list[str]) -> str:
