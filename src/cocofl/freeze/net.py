@@ -152,12 +152,14 @@ class FrozenNet(nn.Module):
             block.eval()
         return self
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the model returns."""
         calls = [partial(self._run, part) for part in self._parts]
-        result = self._flow.run(calls, [channels_last(x) for x in inputs])
+        given = self._flow.in_order(inputs, named)
+        result = self._flow.run(calls, [channels_last(x) for x in given])
         self._measuring = False
-        return result
+        returns = self._lowered[-1].returns
+        return returns(**result) if returns is not None and type(result) is dict else result
 
     def _run(self, part: Part, *arguments: Any) -> Any:
         if not part.channels_last:
