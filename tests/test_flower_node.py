@@ -53,24 +53,24 @@ def test_a_device_runs_our_app_or_one_that_its_own_config_trusts(
     monkeypatch.setattr(sys, "path", [*sys.path])
     app = write_app(tmp_path / "app", {"rounds": 1})
     assert load_app(build_fab_from_disk(app), {}) is client.app
-    (app / "evil.py").write_text(
+    (app / "stranger.py").write_text(
         f"import os; os.mkdir({str(tmp_path / 'ran')!r})\n"
         "from flwr.clientapp import ClientApp\napp = ClientApp()\nother = print\n"
     )
-    for name in ("evil:app", "evil:other"):
+    for name in ("stranger:app", "stranger:other"):
         text = (app / "pyproject.toml").read_text()
         named = re.sub('clientapp = ".*"', f'clientapp = "{name}"', text)
         (app / "pyproject.toml").write_text(named)
         fab = build_fab_from_disk(app)
-        if name == "evil:app":
-            with pytest.raises(Untrusted, match="would run code of the module 'evil'"):
+        if name == "stranger:app":
+            with pytest.raises(Untrusted, match="would run code of the module 'stranger'"):
                 load_app(fab, {})
             assert not (tmp_path / "ran").exists()
-            assert isinstance(load_app(fab, {"trust": "task evil"}), ClientApp)
+            assert isinstance(load_app(fab, {"trust": "task stranger"}), ClientApp)
             assert Path(sys.path[-1]).is_relative_to(tmp_path), "its modules hide no library"
         else:
             with pytest.raises(LoadClientAppError, match="not a ClientApp"):
-                load_app(fab, {"trust": "evil"})
+                load_app(fab, {"trust": "stranger"})
 
 
 def test_a_stopped_process_is_ended_and_the_next_one_is_new() -> None:

@@ -25,7 +25,7 @@ from tests.states import same_state
 
 TINY: dict[str, Any] = {
     "rounds": 3,
-    "model": {"name": "exact"},
+    "model": {"name": "exact_private"},
     "devices": {"count": 8, "per_round": 4},
     "training": {"batch": 16},
     "evaluation": {"every": 3},
@@ -50,7 +50,7 @@ def exact(num_classes: int) -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "exact", exact)
+    monkeypatch.setitem(MODELS, "exact_private", exact)
 
 
 def tiny(**changes: Any) -> Experiment:

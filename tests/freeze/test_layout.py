@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cocofl import split
+from cocofl import Span, freeze, split
 from cocofl.freeze.layout import channels_first, enough_channels
 from cocofl.freeze.lowering import lower
 
@@ -98,3 +98,14 @@ def test_channels_first_has_the_strides_of_a_new_tensor(shape: tuple[int, ...]) 
     last = x.to(memory_format=torch.channels_last) if x.ndim == 4 else x
     assert channels_first(last).stride() == x.stride()
     assert torch.equal(channels_first(last), x)
+
+
+def test_group_norm_of_a_frozen_block_s_output_is_left_channels_first() -> None:
+    """Channels last its backward pass crashes where the input needs no gradient."""
+    norm = nn.GroupNorm(2, 8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(norm, nn.ReLU()), nn.Conv2d(8, 4, 3))
+    chain = split(model, torch.randn(2, 3, 8, 8), cuts=["0", "1"])
+    assert [low.channels_last for low in lower(chain)] == [True, False, True]
+    net = freeze(chain, Span(1, 2), backend="reference")
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert all(p.grad is not None for p in net.trained.parameters())

@@ -46,6 +46,16 @@ class Flow:
         self._inputs, self._wiring = inputs, wiring
         self._finished = last_uses([wires.inputs for wires in wiring])
 
+    def in_order(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        """All inputs in their order; those that are not given by position are given by name."""
+        missing = self._inputs[len(inputs) :]
+        if set(named) != set(missing) and named:
+            raise InvalidExample(
+                f"the network takes {', '.join(self._inputs)}; given are {len(inputs)} by position "
+                f"and {', '.join(named)}"
+            )
+        return [*inputs, *(named[name] for name in missing if named)]
+
     def run(self, calls: Iterable[Callable[..., Any]], inputs: Sequence[Any]) -> Any:
         """What the last call returns."""
         if len(inputs) != len(self._inputs):
@@ -126,9 +136,9 @@ class BlockChain(nn.Module):
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the model returns."""
-        return self._flow.run(self.blocks, inputs)
+        return self._flow.run(self.blocks, self._flow.in_order(inputs, named))
 
     def block_keys(self, index: int) -> tuple[str, ...]:
         """The state-dict keys (parameters and persistent buffers) of one block."""
@@ -174,9 +184,13 @@ class _Named(nn.Module):
         return module(*inputs)
 
 
-def example_inputs(example: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
+def example_inputs(
+    example: Tensor | tuple[Any, ...] | Mapping[str, Any],
+) -> tuple[Any, ...]:
     """The example as a tuple of tensors that nobody else can change."""
     inputs = (example,) if isinstance(example, Tensor) else example
+    if isinstance(inputs, Mapping):
+        inputs = tuple(inputs.values())
     if not isinstance(inputs, tuple | list) or not inputs:
         raise InvalidExample(
             f"the example is a {type(example).__name__}; expected a tensor such as "

@@ -1,7 +1,9 @@
 """Where a traced model may be cut, and where it is cut.
 
-A cut lies before a step. It is possible where exactly one *main* tensor is alive; beside it,
-values through which no gradient flows (sizes, masks) may cross.
+A cut lies before a step. It is possible where exactly one *main* tensor is alive, one that comes
+from the samples and that a gradient flows through. Beside it may cross what no gradient flows
+through (sizes, masks), and what comes from parameters alone (a tied weight, a table of relative
+positions that all layers add): gradients flow back to the block that made it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from cocofl.chain.trace import BY_HAND, Call, Trace, is_container, left_as_it_was
-from cocofl.errors import CannotSplit, InvalidExample
+from cocofl.chain.graphs import BY_HAND, Call, does_not_run, is_container, left_as_it_was
+from cocofl.chain.shared import kept_together
+from cocofl.chain.trace import Trace
+from cocofl.errors import CannotSplit
 from cocofl.named import nearest
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.PReLU)
@@ -39,11 +43,11 @@ class Layout:
     alive: tuple[tuple[fx.Node, ...], ...]
     """The main values alive at each place, inputs of the model included."""
     weighty: tuple[bool, ...]
-    """Whether each step reads parameters."""
+    """Whether each step reads parameters that none reads before it."""
     possible: frozenset[int]
 
     def has_weights(self, start: int, stop: int) -> bool:
-        """Whether any of the steps ``start:stop`` reads parameters."""
+        """Whether any of the steps ``start:stop`` is the first to read a parameter."""
         return any(self.weighty[start:stop])
 
     def is_block(self, start: int, stop: int) -> bool:
@@ -57,9 +61,12 @@ def lay_out(trace: Trace, example: Sequence[Any], model: nn.Module) -> Layout:
     """Run the example to see which values are tensors that a gradient flows through."""
     n = len(trace.steps)
     weighty = [False] * n
+    read: set[nn.Parameter] = set()
     for node in trace.graph.nodes:
-        if 0 <= trace.places[node] < n and trace.parameters(node):
+        held = set(trace.parameters(node).values())
+        if 0 <= trace.places[node] < n and held - read:
             weighty[trace.places[node]] = True
+        read |= held
     alive: list[list[fx.Node]] = [[] for _ in range(n + 1)]
     main = _MainValues(trace, example, model)
     with left_as_it_was(model, training=False), torch.no_grad():
@@ -106,7 +113,7 @@ def named_cuts(layout: Layout, names: Sequence[str]) -> list[int]:
             raise CannotSplit(f"cannot cut after {name!r}: {_why_not(layout, ends[name])}")
         cuts[ends[name]] = name
     places = sorted(cuts)
-    for name, (first, last) in _shared_weights(layout.trace).items():
+    for name, (first, last) in kept_together(layout.trace).items():
         for place in places:
             if first < place <= last:
                 raise CannotSplit(
@@ -131,6 +138,10 @@ class _MainValues(fx.Interpreter):
         self.trace, self.example, self.model = trace, example, model
         self.is_single: dict[fx.Node, bool] = {}
         """Whether each of them is a single tensor."""
+        self.learned: set[fx.Node] = set()
+        """What comes from parameters alone."""
+        self.samples: set[fx.Node] = set()
+        """Tensors that come from the inputs."""
 
     def fetch_attr(self, target: str) -> Any:
         return False if target == "training" else self.trace.attributes[target]
@@ -141,18 +152,20 @@ class _MainValues(fx.Interpreter):
         except Exception as error:
             owner = (self.trace.owners.get(n.name) or ("",))[-1]
             module = str(n.target) if n.op == "call_module" else owner
-            shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in self.example)
-            raise InvalidExample(
-                f"{type(self.model).__name__} does not run on the example of shape {shapes}: "
-                f"it fails in {module or 'its forward'!r} with: {error}"
-            ) from error
-        learned = any(
-            source in self.is_single or self.trace.parameters(source)
-            for source in (n, *n.all_input_nodes)
-        )
+            raise does_not_run(self.model, self.example, module, error) from error
+        if n.op in ("get_attr", "output"):
+            return value
+        sources = n.all_input_nodes
+        given = n.op == "placeholder"
+        if _tensors(value) and (given or not self.samples.isdisjoint(sources)):
+            self.samples.add(n)
+        reads = any(self.trace.parameters(source) for source in (n, *sources))
+        main = given or any(source in self.is_single for source in sources)
         floats = any(t.is_floating_point() or t.is_complex() for t in _tensors(value))
-        if floats and (n.op == "placeholder" or (learned and n.op not in ("get_attr", "output"))):
+        if floats and (main or (reads and n in self.samples)):
             self.is_single[n] = isinstance(value, Tensor)
+        elif floats and (reads or not self.learned.isdisjoint(sources)):
+            self.learned.add(n)
         return value
 
 
@@ -232,7 +245,7 @@ def _is_layer(layout: Layout, place: int, node: fx.Node) -> bool:
 
 def _tidy(layout: Layout, cuts: Sequence[int]) -> list[int]:
     """Keep shared weights in one block, and let pieces without parameters join a neighbour."""
-    for first, last in _shared_weights(layout.trace).values():
+    for first, last in kept_together(layout.trace).values():
         cuts = [place for place in cuts if not first < place <= last]
     kept: list[int] = []
     for place in cuts:
@@ -241,19 +254,6 @@ def _tidy(layout: Layout, cuts: Sequence[int]) -> list[int]:
     if kept and not layout.is_block(kept[-1], len(layout.weighty)):
         kept.pop()
     return kept
-
-
-def _shared_weights(trace: Trace) -> dict[str, tuple[int, int]]:
-    """First and last step that read a tensor which several steps read, by its name."""
-    uses: dict[Tensor, tuple[str, list[int]]] = {}
-    for node in trace.graph.nodes:
-        held = dict(trace.parameters(node))
-        if node.op == "call_module":
-            module = trace.attributes[str(node.target)]
-            held |= {f"{node.target}.{name}": b for name, b in module.named_buffers()}
-        for name, tensor in held.items():
-            uses.setdefault(tensor, (name, []))[1].append(trace.places[node])
-    return {name: (min(at), max(at)) for name, at in uses.values() if min(at) < max(at)}
 
 
 def _why_not(layout: Layout, place: int) -> str:
@@ -273,7 +273,7 @@ def _why_not(layout: Layout, place: int) -> str:
 
 
 def _why_whole(layout: Layout) -> str:
-    shared = _shared_weights(layout.trace)
+    shared = kept_together(layout.trace)
     opaque = "".join(f" {path!r} stays whole: {why}." for path, why in layout.trace.opaque.items())
     if shared and layout.possible:
         names = ", ".join(repr(name) for name in shared)

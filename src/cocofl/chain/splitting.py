@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,16 +13,18 @@ from torch.fx.graph_module import _assign_attr
 
 from cocofl.chain.blocks import BlockChain, GraphBlock, Wiring, example_inputs
 from cocofl.chain.cuts import Layout, default_cuts, fine_cuts, lay_out, named_cuts
+from cocofl.chain.shared import handed_on
 from cocofl.chain.trace import Trace, trace
 from cocofl.errors import CannotSplit
 
 
 def split(
     model: nn.Module,
-    example: Tensor | tuple[Any, ...],
+    example: Tensor | tuple[Any, ...] | Mapping[str, Tensor],
     *,
     fine: bool = False,
     cuts: Sequence[str] | None = None,
+    by_running: bool = False,
 ) -> BlockChain:
     """Cut a model into blocks that can be trained or frozen one by one.
 
@@ -30,6 +33,10 @@ def split(
     the model's own repeated modules (a residual block, a Transformer layer); a model without any
     is cut into its layers, as is every model with ``fine``. ``cuts`` names the modules (as in
     ``model.named_modules()``) or fx nodes after which to cut instead.
+
+    ``example`` is a batch: a tensor, a tuple of them, or a dict by the names that ``forward`` has
+    for them. A model that torch.fx cannot trace is run on it and recorded; ``by_running`` asks for
+    that in any case.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -42,12 +49,14 @@ def split(
     if fine and cuts is not None:
         raise CannotSplit("fine cuts everywhere and cuts says where to cut: give one of them")
     inputs = example_inputs(example)
+    names = list(example) if isinstance(example, Mapping) else len(inputs)
     with torch.random.fork_rng(devices=[]):
-        layout = lay_out(trace(model, len(inputs)), inputs, model)
+        layout = lay_out(trace(model, names, inputs, by_running=by_running), inputs, model)
     if cuts is not None:
         places = named_cuts(layout, cuts)
     else:
         places = fine_cuts(layout) if fine else default_cuts(layout)
+    layout = replace(layout, trace=handed_on(layout.trace, places))
     return _build(model, layout, places, inputs)
 
 

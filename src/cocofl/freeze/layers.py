@@ -7,11 +7,16 @@ gradients and cohorts are made of that: a type of one's own is one class and one
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
+from cocofl.chain import graph_block
+from cocofl.chain.graphs import has_matrix
+from cocofl.errors import CannotSplit
 from cocofl.freeze.kernels import Geometry
 
 
@@ -38,6 +43,11 @@ class LinearLayer(ABC):
     def describe(self, layer: Any) -> str:
         """What it is, for a person to read."""
 
+    def weight_of(self, layer: Any) -> Tensor:
+        """The weight as (out, in per group, ...)."""
+        weight: Tensor = layer.weight
+        return weight
+
     def to_image(self, x: Tensor) -> Tensor:
         """An input, output or weight as a two-dimensional convolution has it.
 
@@ -63,6 +73,58 @@ class Product(LinearLayer):
     def describe(self, layer: nn.Linear) -> str:
         """Its sizes."""
         return f"linear {layer.in_features}→{layer.out_features}"
+
+
+class TransposedProduct(LinearLayer):
+    """A product ``x · weight + bias``, as GPT-2 has it: its weight is (in, out)."""
+
+    def accepts(self, layer: nn.Module, shape: tuple[int, ...]) -> bool:
+        """Where its forward is nothing but that product; see :func:`multiplies`."""
+        return len(shape) > 1 and is_plain(layer, type(layer)) and multiplies(layer)
+
+    def geometry(self, layer: nn.Module) -> None:
+        """None: a product."""
+
+    def weight_of(self, layer: Any) -> Tensor:
+        """Transposed."""
+        weight: Tensor = layer.weight
+        return weight.t().contiguous()
+
+    def describe(self, layer: Any) -> str:
+        """Its sizes."""
+        return f"linear {layer.weight.shape[0]}→{layer.weight.shape[1]}"
+
+
+def multiplies(layer: nn.Module) -> bool:
+    """Whether a module does nothing but ``torch.addmm(bias, x, weight)`` on a view of its input."""
+    if not has_matrix(layer):
+        return False
+    try:
+        graph = graph_block(layer, 1).graph
+    except CannotSplit:
+        return False
+    kinds: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        given = [kinds.get(source, "") for source in node.all_input_nodes]
+        kinds[node] = _kind_in_product(node, given)
+    products = [node for node in graph.nodes if kinds[node] == "product"]
+    returned = [kinds[node] for node in graph.output_node().all_input_nodes]
+    return len(products) == 1 and "" not in kinds.values() and returned == ["result"]
+
+
+def _kind_in_product(node: fx.Node, given: list[str]) -> str:
+    """What a node is in the graph of a product; "" if it does not belong there."""
+    if node.op in ("placeholder", "output"):
+        return node.op
+    if node.op == "get_attr":
+        return str(node.target)
+    sizes = node.target in (operator.getitem, operator.add) and set(given) == {"size"}
+    if sizes or (node.target == "size" and given == ["placeholder"]):
+        return "size"
+    if node.target == "view" and set(given[1:]) <= {"size"}:
+        return {"placeholder": "input", "product": "result"}.get(given[0], "")
+    is_product = node.target is torch.addmm and given == ["bias", "input", "weight"]
+    return "product" if is_product and not node.kwargs else ""
 
 
 class Convolution(LinearLayer):

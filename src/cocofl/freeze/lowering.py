@@ -23,10 +23,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from cocofl.chain import BlockChain
-from cocofl.chain.trace import left_as_it_was
+from cocofl.chain.graphs import left_as_it_was
 from cocofl.errors import CannotLower
 from cocofl.freeze.kernels import Geometry
-from cocofl.freeze.layers import LAYERS, is_plain
+from cocofl.freeze.layers import LAYERS, TransposedProduct, is_plain
 from cocofl.freeze.operations import (
     Activation,
     ActOp,
@@ -40,6 +40,7 @@ from cocofl.freeze.operations import (
 from cocofl.freeze.scheme import named_values
 from cocofl.freeze.traced_blocks import SeenBlock, Watch, called_module, mapped, seen_on
 
+_TRANSPOSED = TransposedProduct()
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _CONCATENATIONS = {torch.cat, torch.concat}
 _DROPOUTS = {F.dropout, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
@@ -164,6 +165,7 @@ def _lower_block(
         sites=_sites(fused, shapes, outputs),
         channels_last=seen.channels_last,
         whole=seen.whole,
+        returns=seen.returns,
     )
 
 
@@ -225,6 +227,8 @@ def _as_map(
     for kind, linear in LAYERS.items():
         if is_plain(layer, kind) and linear.accepts(layer, shape):
             return MapOp(name, x, path, linear, linear.geometry(layer))
+    if _TRANSPOSED.accepts(layer, shape):
+        return MapOp(name, x, path, _TRANSPOSED, None)
     if is_plain(layer, nn.BatchNorm2d) and layer.running_mean is not None:
         return MapOp(name, x, None, None, Geometry(groups=shape[1]), norm=path)
     return None

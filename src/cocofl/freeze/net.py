@@ -152,12 +152,14 @@ class FrozenNet(nn.Module):
             block.eval()
         return self
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the model returns."""
         calls = [partial(self._run, part) for part in self._parts]
-        result = self._flow.run(calls, [channels_last(x) for x in inputs])
+        given = self._flow.in_order(inputs, named)
+        result = self._flow.run(calls, [channels_last(x) for x in given])
         self._measuring = False
-        return result
+        returns = self._lowered[-1].returns
+        return returns(**result) if returns is not None and type(result) is dict else result
 
     def _run(self, part: Part, *arguments: Any) -> Any:
         if not part.channels_last:
@@ -250,13 +252,15 @@ class _ScaleMeter(fx.Interpreter):
         result = super().run_node(n)
         site = self._prefix + n.name
         if site in self._sites:
-            self._note(scale_key(site, OUTPUT), result)
+            _note(self._found, scale_key(site, OUTPUT), result)
             if result.requires_grad:
-                result.register_hook(partial(self._note, scale_key(site, GRADIENT)))
+                # A hook that knew this interpreter, which holds the result, would keep both alive.
+                result.register_hook(partial(_note, self._found, scale_key(site, GRADIENT)))
         return result
 
-    def _note(self, key: str, x: Tensor) -> None:
-        scale = measure_scale(x)
-        # All zeros say nothing about a range, and a broken batch must not spoil the average.
-        if 0 < float(scale) < float("inf"):
-            self._found[key] = scale
+
+def _note(found: dict[str, Tensor], key: str, x: Tensor) -> None:
+    scale = measure_scale(x)
+    # All zeros say nothing about a range, and a broken batch must not spoil the average.
+    if 0 < float(scale) < float("inf"):
+        found[key] = scale

@@ -145,6 +145,8 @@ class LoweredBlock:
     """Whether the block may run on channels-last images; one with ``view`` may not."""
     whole: Any = None
     """If the block stays one operation, the structure of what it returns; () for one value."""
+    returns: type | None = None
+    """The class of what it returns, if that is a dict with attributes."""
 
     @property
     def flat_nodes(self) -> frozenset[str]:

@@ -69,12 +69,17 @@ class IntegerRegion:
         self.kernels = {step.name: step.kernel for step in self._steps}
         self._release = last_uses([(*s.inputs, s.name) for s in self._steps], self._ends)
 
-    def forward(self, inputs: Sequence[Any], *, keep: bool) -> tuple[list[Any], list[Any]]:
+    def forward(
+        self, inputs: Sequence[Any], *, keep: bool, constant: Sequence[bool] | None = None
+    ) -> tuple[list[Any], list[Any]]:
         """The values it returns and, to ``keep`` per step, the little that backward needs.
 
-        Values are dropped after their last use.
+        Values are dropped after their last use. Of ``constant`` inputs no gradient is computed.
         """
-        env: Environment = dict(zip(self.inputs, inputs, strict=True))
+        env = Environment(zip(self.inputs, inputs, strict=True))
+        if constant is not None:
+            named = zip(self.inputs, constant, strict=True)
+            env.constants = frozenset(name for name, is_constant in named if is_constant)
         tape = []
         for step, finished in zip(self._steps, self._release, strict=True):
             env[step.name], kept = step.forward(env, keep=keep)
@@ -126,7 +131,8 @@ class _PassThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, region: IntegerRegion, *inputs: Any) -> tuple[Any, ...]:
-        result, ctx.tape = region.forward(inputs, keep=True)
+        constant = [not needed for needed in ctx.needs_input_grad[1:]]
+        result, ctx.tape = region.forward(inputs, keep=True, constant=constant)
         ctx.region = region
         ctx.set_materialize_grads(False)
         return tuple(result)
@@ -205,7 +211,8 @@ def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None]:
         assert affine is not None
         return affine.factor.view(-1, 1, 1, 1), affine.offset
     layer: Any = block.get_submodule(op.layer)
-    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    weight = op.kind.weight_of(layer).detach()
+    bias = None if layer.bias is None else layer.bias.detach()
     if affine is not None:
         weight, bias = fold_affine(weight, bias, affine)
     return op.kind.to_image(weight), bias

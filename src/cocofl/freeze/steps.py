@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from cocofl.chain.trace import is_layer
+from cocofl.chain.graphs import is_layer
 from cocofl.errors import InvalidExample
 from cocofl.freeze.kernels import Prepared
 from cocofl.freeze.layout import channels_last
@@ -31,10 +31,16 @@ from cocofl.numerics import (
     quantize_on_the_fly,
 )
 
-Environment = dict[str, Any]
 Gradient = Codes | Tensor
 GridOf = Callable[[Rounding | None], Grid | None]
 """From what a scheme rounds to, to the grid that this device rounds to; None for on the fly."""
+
+
+class Environment(dict[str, Any]):
+    """The values of a region by name."""
+
+    constants: frozenset[str] = frozenset()
+    """Those that it was given and nobody wants a gradient of, such as a mask."""
 
 
 class Sink(dict[str, Gradient]):
@@ -236,7 +242,7 @@ class _Replay(NamedTuple):
     """What backward needs of a node that moved codes: it moves floats of that shape again."""
 
     shape: torch.Size
-    others: Environment
+    others: dict[str, Any]
 
 
 class NodeStep(Step):
@@ -273,7 +279,7 @@ class NodeStep(Step):
 
     def _traced(self, env: Environment) -> tuple[dict[str, Tensor], Any]:
         leaves = {
-            name: value.detach().requires_grad_()
+            name: value.detach().requires_grad_(name not in env.constants)
             for name in dict.fromkeys(self.inputs)
             if isinstance(value := floats_of(env[name]), Tensor) and value.is_floating_point()
         }
@@ -290,9 +296,10 @@ class NodeStep(Step):
         arrived = as_float(gradient)
         if isinstance(kept, _Replay):
             blank = torch.empty(kept.shape, device=arrived.device)
-            leaves, result = self._traced({self.inputs[0]: blank} | kept.others)
+            leaves, result = self._traced(Environment({self.inputs[0]: blank} | kept.others))
         else:
             leaves, result = kept
+        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         found = torch.autograd.grad(result, list(leaves.values()), arrived, allow_unused=True)
         for name, part in zip(leaves, found, strict=True):
             if part is not None:

@@ -11,6 +11,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -128,6 +129,8 @@ class SeenBlock:
     result: Any
     whole: Any
     channels_last: bool
+    returns: type | None
+    """The class of its result, if that is a dict with attributes."""
 
 
 def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
@@ -153,11 +156,14 @@ def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
 
 def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> SeenBlock:
     graph, fast = copy.deepcopy(traced.graph), _runs_channels_last(traced, arguments)
+    returns: type | None = None
     while True:
         watch, own = Watch(traced, graph), [_copied(x) for x in arguments]
         result = watch.run(*own)
         if not any(node in watch.bundles for node in graph.output_node().all_input_nodes):
-            return SeenBlock(traced, graph, watch, own, result, whole, fast)
+            return SeenBlock(traced, graph, watch, own, result, whole, fast, returns)
+        if isinstance(result, dict) and hasattr(type(result), "__dataclass_fields__"):
+            returns = type(result)
         _return_single_values(graph, watch.bundles)
 
 
@@ -176,7 +182,29 @@ def _return_single_values(graph: fx.Graph, bundles: dict[fx.Node, Any]) -> None:
         output.args = (mapped(output.args[0], apart),)
 
 
+def _normalises_its_input(traced: fx.GraphModule) -> bool:
+    """Whether a GroupNorm comes before all that learns.
+
+    Channels last, its backward pass reads memory that is not there where its input needs no
+    gradient, and the process dies (seen with PyTorch 2.13).
+    """
+    learned: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        module = called_module(node, traced)
+        is_norm = isinstance(module, nn.GroupNorm) or node.target is F.group_norm
+        # The first it reads is its input, the others are its own parameters.
+        below = not learned.isdisjoint(node.all_input_nodes[: 1 if is_norm else None])
+        if is_norm and not below:
+            return True
+        parameters = module is not None and next(module.parameters(), None) is not None
+        if below or parameters or node.op == "get_attr":
+            learned.add(node)
+    return False
+
+
 def _runs_channels_last(traced: fx.GraphModule, arguments: list[Any]) -> bool:
+    if _normalises_its_input(traced):
+        return False
     own_block = copy_block(traced, {}).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     trial = fx.Interpreter(own_block)
     trial.extra_traceback = False

@@ -13,8 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from cocofl.chain import BlockChain
+from cocofl.errors import CannotLower
 from cocofl.freeze import Network
-from cocofl.freeze.layers import is_plain
+from cocofl.freeze.layers import TransposedProduct, is_plain
 from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, Operation, ValueName
 from cocofl.freeze.scheme import named_values
 from cocofl.freeze.traced_blocks import called_module
@@ -133,6 +134,10 @@ class _Builder:
             self._made.append(Rectify(op.name, block, op))
         elif isinstance(op, CatOp):
             self._made.append(Concatenate(op.name, block, op))
+        elif isinstance(op.kind, TransposedProduct):
+            raise CannotLower(
+                f"{op.layer!r} holds its weight as (in, out), and weights are stacked as (out, in)"
+            )
         else:
             self._made.append(self._layer(op, block))
 

@@ -1,0 +1,191 @@
+"""What both ways of tracing have in common: recorded graphs, failures, and an untouched model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import linecache
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from cocofl.errors import InvalidExample
+
+BY_HAND = (
+    "Blocks can also be given by hand, each taking the output of the one before: "
+    "cocofl.BlockChain([stem, block1, ..., head])."
+)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Call(NamedTuple):
+    """One call of a module: it made the steps ``start:stop``."""
+
+    path: str
+    module: nn.Module
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph of one mode, and what was seen when it was made."""
+
+    model: nn.Module
+    graph: fx.Graph
+    calls: list[Call]
+    values: dict[str, Any]
+    """The tensors and modules that the graph refers to."""
+    owners: dict[str, tuple[str, ...]]
+    """By node name the paths of the modules it was made in, outermost first."""
+    lines: dict[str, str] = field(default_factory=dict)
+    """By node name the line of the model's source that made it, where known."""
+
+
+class Failure(Exception):
+    """Tracing failed; ``suspects`` are the modules which, kept whole, may let it pass.
+
+    They are in the order in which to try, from the inside out; the model itself is none of them.
+    """
+
+    def __init__(self, reason: str, suspects: Sequence[str]) -> None:
+        super().__init__(f"{reason} (in {suspects[0]!r})" if suspects else reason)
+        self.suspects = tuple(suspects)
+
+    @classmethod
+    def of(cls, error: Exception, suspects: Sequence[str]) -> Failure:
+        """What an error means, with the line of the model's own source that led to it."""
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if is_own_source(frame.filename)]
+        if own:
+            message += f", at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
+        return cls(message, suspects)
+
+
+def does_not_run(
+    model: nn.Module, example: Sequence[Tensor], where: str, error: Exception
+) -> InvalidExample:
+    """The error of a model that fails on the example by itself."""
+    shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in example)
+    return InvalidExample(
+        f"{type(model).__name__} does not run on the example of shape {shapes}: "
+        f"it fails in {where or 'its forward'!r} with: {error}"
+    )
+
+
+def is_own_source(filename: str) -> bool:
+    """Whether a file is neither PyTorch's nor of this package."""
+    return not filename.startswith((_HERE, _TORCH))
+
+
+def own_line() -> tuple[str, int] | None:
+    """The file and line of the model's own source that is running."""
+    frame = inspect.currentframe()
+    while frame is not None and not is_own_source(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def in_assertion() -> bool:
+    """Whether the model is checking something with ``assert``."""
+    where = own_line()
+    return where is not None and linecache.getline(*where).lstrip().startswith("assert ")
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether it is one of PyTorch's own layers, or made by subclassing one without a forward.
+
+    PyTorch's containers are not layers.
+    """
+    forward = type(module).forward
+    where = getattr(forward, "__module__", None) or ""
+    return where.startswith(("torch.nn", "torch.ao.nn")) and forward is not nn.Sequential.forward
+
+
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module holds a matrix (in, out) and a bias (out), and nothing else.
+
+    So it may be a linear layer by another name, such as the Conv1D of GPT-2.
+    """
+    held = {name: p for name, p in module._parameters.items() if p is not None}
+    if held.keys() != {"weight", "bias"} or module._buffers or module._modules:
+        return False
+    return held["weight"].ndim == 2 and held["weight"].shape[1:] == held["bias"].shape
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether it is a plain ``nn.Sequential`` or the like, which says nothing about blocks."""
+    return type(module).__module__.startswith("torch.nn")
+
+
+def run_encoder(encoder: nn.TransformerEncoder, x: Any) -> Any:
+    """What ``nn.TransformerEncoder`` does without masks; its own forward cannot be traced."""
+    for layer in encoder.layers:
+        x = layer(x)
+    return x if encoder.norm is None else encoder.norm(x)
+
+
+def bound_inputs(
+    model: nn.Module, inputs: int | Sequence[str]
+) -> tuple[Callable[..., Any], list[str]]:
+    """How to call the model with this many inputs, or with inputs of these names; and all names."""
+    signature = inspect.signature(model.forward)
+    try:
+        if not isinstance(inputs, int):
+            names = list(inputs)
+            signature.bind(**dict.fromkeys(names))
+            return lambda *values: model.forward(**dict(zip(names, values, strict=True))), names
+        given = signature.bind(*range(inputs)).arguments
+    except TypeError as error:
+        count = inputs if isinstance(inputs, int) else len(inputs)
+        raise InvalidExample(
+            f"the example has {count} inputs, but {type(model).__name__}.forward takes "
+            f"{signature}: {error}"
+        ) from error
+    names = []
+    for name, value in given.items():
+        several = isinstance(value, tuple)  # what ``*inputs`` takes in
+        names += [f"{name}_{i}" for i in range(len(value))] if several else [name]
+    return model.forward, names
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """In this mode, and undo what a trace or a trial run does: flags, buffers, values it keeps."""
+    before = [
+        (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTRIES})
+        for module in model.modules()
+    ]
+    collections = [
+        (value, copy.copy(value))
+        for module in model.modules()
+        for value in vars(module).values()
+        if type(value) in (dict, list, set)
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for module in model.modules():
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, attributes, registries in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, values in registries.items():
+                attributes[name].clear()
+                attributes[name].update(values)
+        for held, contents in collections:
+            held.clear()
+            (held.extend if isinstance(held, list) else held.update)(contents)
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
