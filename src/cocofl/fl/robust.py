@@ -11,12 +11,23 @@ from torch import Tensor
 
 from cocofl.fl.agreement import MEMORY, Agreement, apart
 from cocofl.fl.changes import Changes, changes_of, flat, usual_sizes
-from cocofl.fl.rules import Ballot, Rules, capped, median, norm_clip
+from cocofl.fl.rules import (
+    Ballot,
+    Rules,
+    capped,
+    least_change_in_the_middle,
+    median,
+    norm_clip,
+)
 from cocofl.fl.state import Contribution, Group, Part, Piece, ServerState, Tensors
 from cocofl.span import Blocks
 
 # A scale that nobody knows yet is taken from so many who agree; until then it is computed anew.
 _WITNESSES = 2
+
+
+def _strict(ballot: Ballot) -> Tensor:
+    return least_change_in_the_middle(norm_clip(ballot))
 
 
 class _Sent(NamedTuple):
@@ -107,7 +118,8 @@ class MergedByRules:
         counts = votes * weights[devices, None]
         ballot = Ballot(changes, counts * kept[devices, None], usual)
         # Statistics are measurements, which tell little of a device's own data: be strict.
-        agreed = self._rules(ballot if learned else median(norm_clip(ballot)))
+        rules = self._rules if learned else _strict
+        agreed = rules(ballot)
         if self._over_everyone:
             agreed = agreed * (counts.sum(0) / weights.sum())
         at = 0

@@ -83,6 +83,20 @@ def median(ballot: Ballot) -> Ballot:
     return _reweighted(ballot, order, kept.double())
 
 
+def least_change_in_the_middle(ballot: Ballot) -> Tensor:
+    """Element by element, of all that the median may be, what changes least.
+
+    Of two devices that disagree, nobody knows which one lies: the smaller change does less harm.
+
+    >>> least_change_in_the_middle(Ballot(torch.tensor([[-9.0], [-1.0]]), torch.ones(2, 1), 1))
+    tensor([-1.])
+    """
+    middle = median(ballot).weights > 0
+    low = ballot.changes.masked_fill(~middle, torch.inf).amin(0)
+    high = ballot.changes.masked_fill(~middle, -torch.inf).amax(0)
+    return torch.where(middle.any(0), torch.zeros_like(low).clamp(low, high), 0.0)
+
+
 def _in_order(ballot: Ballot) -> tuple[Tensor, Tensor, Tensor]:
     """The devices by the size of each element, their weights, and these summed up."""
     order = ballot.changes.argsort(dim=0, stable=True)
