@@ -120,7 +120,7 @@ def test_a_strategy_that_cannot_use_rules_says_so(tmp_path: Path) -> None:
 
 
 def test_one_device_of_four_cannot_ruin_the_model() -> None:
-    """The short part of ``bench/hostile.py attacks``: after five rounds nobody is as good as it gets."""
+    """The short part of ``bench/hostile.py attacks``; after five rounds no model is at its best."""
     plain, default = (
         accuracy("digits", 1, 4, "scaled ×50", merging, "", rounds=5)
         for merging in (PLAIN, DEPLOYED)
