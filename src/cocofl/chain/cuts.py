@@ -20,7 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from cocofl.chain.graphs import BY_HAND, Call, does_not_run, is_container, left_as_it_was
+from cocofl.chain.graphs import (
+    BY_HAND,
+    Call,
+    does_not_run,
+    is_container,
+    left_as_it_was,
+    tensors_in,
+)
 from cocofl.chain.shared import kept_together
 from cocofl.chain.trace import Trace
 from cocofl.errors import CannotSplit
@@ -157,26 +164,16 @@ class _MainValues(fx.Interpreter):
             return value
         sources = n.all_input_nodes
         given = n.op == "placeholder"
-        if _tensors(value) and (given or not self.samples.isdisjoint(sources)):
+        if tensors_in(value) and (given or not self.samples.isdisjoint(sources)):
             self.samples.add(n)
         reads = any(self.trace.parameters(source) for source in (n, *sources))
         main = given or any(source in self.is_single for source in sources)
-        floats = any(t.is_floating_point() or t.is_complex() for t in _tensors(value))
+        floats = any(t.is_floating_point() or t.is_complex() for t in tensors_in(value))
         if floats and (main or (reads and n in self.samples)):
             self.is_single[n] = isinstance(value, Tensor)
         elif floats and (reads or not self.learned.isdisjoint(sources)):
             self.learned.add(n)
         return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 def _unit_cuts(layout: Layout) -> list[int]:

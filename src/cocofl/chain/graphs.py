@@ -189,3 +189,14 @@ def left_as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors that a value holds, at any depth."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return []

@@ -33,6 +33,7 @@ from cocofl.chain.graphs import (
     left_as_it_was,
     own_line,
     run_encoder,
+    tensors_in,
 )
 
 _READS_CONTENT = {
@@ -226,11 +227,11 @@ class Recorder(TorchFunctionMode):
         """Run one operation; what it returns is known by a new node, unless it is no tensor."""
         # Before it runs, and may overwrite what it is given.
         arguments, named = self._argument(args), self._argument(kwargs)
-        given = {id(x): x._version for x in _tensors((args, kwargs))}
+        given = {id(x): x._version for x in tensors_in((args, kwargs))}
         with self._unrecorded():
             result = run()
         writes = target is operator.setitem
-        if not writes and op != "call_module" and not _tensors(result):
+        if not writes and op != "call_module" and not tensors_in(result):
             return result
         node = self._node(op, target, arguments, named)
         sources = node.all_input_nodes
@@ -259,7 +260,7 @@ class Recorder(TorchFunctionMode):
             parts = {}
             for key in keys:
                 part = result[key]
-                if _tensors(part):
+                if tensors_in(part):
                     item = self._derived(operator.getitem, (node, key))
                     if node in self._learned:
                         self._learned.add(item)
@@ -492,16 +493,6 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
 
 
 def _with_parts(result: Any, parts: dict[Any, Any]) -> Any:
