@@ -76,7 +76,8 @@ def halved(images: np.ndarray) -> np.ndarray:
     """Each pixel the mean of four."""
     count, height, width, channels = images.shape
     parts = images.reshape(count, height // 2, 2, width // 2, 2, channels)
-    return parts.mean((2, 4)).round().astype(images.dtype)
+    means: np.ndarray = parts.mean((2, 4)).round().astype(images.dtype)
+    return means
 
 
 # --- what attackers do ---------------------------------------------------------------------------

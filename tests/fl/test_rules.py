@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cocofl.errors import InvalidExperiment, InvalidSetting
-from cocofl.fl.rules import Ballot, Merging, capped, krum, median, norm_clip, trimmed_mean
+from cocofl.fl.rules import (
+    Ballot,
+    Merging,
+    capped,
+    krum,
+    median,
+    norm_clip,
+    norm_fade,
+    trimmed_mean,
+)
 
 
 def ballot(*devices: list[float], weights: list[float] | None = None) -> Ballot:
@@ -26,6 +35,11 @@ def test_a_long_change_is_clipped_and_a_short_one_left() -> None:
 def test_only_elements_that_a_device_has_make_its_norm() -> None:
     one = ballot([4.0, 0.0])._replace(weights=torch.tensor([[1.0, 0.0]]).double())
     assert norm_clip(one, clip=1.0).changes.tolist() == [[1.0, 0.0]]
+
+
+def test_a_change_fades_beyond_the_clip() -> None:
+    sent = ballot([2.0], [4.0], [100.0], [0.5])
+    assert norm_fade(sent, clip=2.0).changes.flatten().tolist() == [2.0, 1.0, 0.04, 0.5]
 
 
 def test_trimming_is_by_weight_and_element_by_element() -> None:

@@ -56,8 +56,24 @@ def norm_clip(ballot: Ballot, clip: float = 1.0) -> Ballot:
     >>> norm_clip(sent, clip=2.0).changes.tolist()
     [[1.0], [-2.0]]
     """
+    return _shortened(ballot, clip, 1)
+
+
+def norm_fade(ballot: Ballot, clip: float = 1.0) -> Ballot:
+    """Beyond what a clip leaves whole, a change is made the shorter the larger it is.
+
+    Devices with rare data send large changes, and liars larger ones. So the clip can be wide.
+
+    >>> sent = Ballot(torch.tensor([[2.5], [-50.0]]).double(), torch.ones(2, 1), usual=1.0)
+    >>> norm_fade(sent, clip=2.0).changes.tolist()
+    [[1.6], [-0.08]]
+    """
+    return _shortened(ballot, clip, 2)
+
+
+def _shortened(ballot: Ballot, clip: float, power: int) -> Ballot:
     sizes, most = ballot.sizes, clip * ballot.usual
-    factors = torch.where(sizes > most, most / sizes, 1.0)
+    factors = torch.where(sizes > most, (most / sizes) ** power, 1.0)
     return ballot._replace(changes=ballot.changes * factors[:, None])
 
 
@@ -160,6 +176,7 @@ def capped(weights: Sequence[float], share: float) -> list[float]:
 AUTO = "auto"
 RULES: dict[str, Callable[[Merging], Rule]] = {
     "norm-clip": lambda settings: partial(norm_clip, clip=settings.clip),
+    "norm-fade": lambda settings: partial(norm_fade, clip=settings.clip),
     "trimmed-mean": lambda settings: partial(trimmed_mean, trim=settings.trim),
     "median": lambda _settings: median,
     "krum": lambda settings: partial(krum, trim=settings.trim),
@@ -173,8 +190,9 @@ class Merging:
     rules: tuple[str, ...] = (AUTO,)
     """In their order; none for the plain mean. ``auto`` is that in simulation, and
     :data:`DEPLOYED` where devices are on a network."""
-    clip: float = 2.5
-    """``norm-clip``: the largest change of a block, in multiples of what is usual in the round."""
+    clip: float = 5.0
+    """``norm-clip``, ``norm-fade``: the largest change of a block that stays whole, in multiples of
+    what is usual in the round."""
     trim: float = 0.3
     """``trimmed-mean``: the share of the weight that goes at either end. ``krum``, ``agreement``:
     the share of devices that are left out at most."""
@@ -221,7 +239,7 @@ class Merging:
         return found(self) if name in RULES else partial(_own, name, found)
 
 
-DEPLOYED = Merging(("norm-clip",), share=0.0, agreement=0.5)
+DEPLOYED = Merging(("norm-fade",), share=0.0, agreement=0.5)
 """What a deployment does if nothing else is said; ``docs/robust-merging.md`` says why."""
 
 
