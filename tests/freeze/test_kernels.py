@@ -399,3 +399,28 @@ def test_fbgemm_is_left_to_x86() -> None:
     assert NATIVE.name == ("legacy-fbgemm" if IS_X86 else "legacy-qnnpack")
     if not IS_X86:
         assert KERNELS["legacy-fbgemm"].missing()
+
+
+@pytest.mark.parametrize("faster", ["int8", "float32"])
+@pytest.mark.parametrize("span", [Span(2, 3), Span(0, 1)])
+def test_a_region_is_computed_in_what_the_plan_found_faster(faster: str, span: Span) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 4))
+    x = torch.randn(2, 3, 8, 8)
+    chain = split(model, x)
+    assert len(chain) == 3
+    measuring = KernelPlan(regions=True)
+    freeze(chain, span, plan=measuring)
+    (region,) = [key for key in measuring.choices if key.startswith("region")]
+    plan = KernelPlan(measuring.choices | {region: faster}, fixed=True, regions=True)
+    net = freeze(chain, span, plan=plan)
+    kernels = {line.kernel for line in net.describe() if line.role != "trained"}
+    assert ("float32" in kernels and len(kernels) == 1) == (faster == "float32")
+    # Either way norms are folded: the same function, up to rounding.
+    other = freeze(chain, span, backend="reference")
+    assert (net(x) - other(x)).norm() < 0.05 * other(x).norm()
+    net(x).sum().backward()
+    # A simulation shows what int8 does to training.
+    simulated = freeze(chain, span, plan=KernelPlan(plan.choices, fixed=True))
+    assert {line.kernel for line in simulated.describe() if line.role != "trained"} != {"float32"}

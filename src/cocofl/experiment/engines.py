@@ -70,10 +70,12 @@ def _plan_path() -> Path:
     return cache_dir() / "kernels" / f"{name}.json"
 
 
-def machine_plan() -> KernelPlan:
+def machine_plan(*, regions: bool = False) -> KernelPlan:
     """The kernels that earlier runs on this machine chose: two runs must choose the same."""
     path = _plan_path()
-    return KernelPlan.load(path, fixed=False) if path.exists() else KernelPlan()
+    if not path.exists():
+        return KernelPlan(regions=regions)
+    return KernelPlan.load(path, fixed=False, regions=regions)
 
 
 def remember_plan(plan: KernelPlan) -> None:

@@ -104,7 +104,7 @@ class Device:
         dataset = with_shared_facts(load_data(experiment), settings["facts"])
         self._setup = Setup(experiment, dataset)
         self._trainer = self._setup.trainer
-        self._trainer.kernels = machine_plan()
+        self._trainer.kernels = machine_plan(regions=True)
         self._contract = Contract(self._trainer.chain(), codec=self._trainer.codec)
         least = int(settings.get("secure_least", LEAST_DEVICES))
         self._updates = SummableUpdates(self._contract, len(self._trainer.chain()), least)

@@ -6,8 +6,10 @@ A plan makes a second run use the same kernels as the first, which bit-equal res
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,10 @@ from cocofl.freeze.layout import channels_last
 from cocofl.numerics import Codes, Grid, as_float
 
 _REPEATS = 7
+# Whole regions take long: where one is so much faster than the other, one look is enough.
+_CLEAR = 0.8
+INT8, FLOAT = "int8", "float32"
+"""What a whole region may be computed in."""
 _FORMAT = "cocofl kernel plan 1"
 _are_choices = check_of(dict[str, str])
 
@@ -38,17 +44,26 @@ _are_choices = check_of(dict[str, str])
 class KernelPlan:
     """A choice of kernel per linear map, filled by measurement as new maps appear.
 
-    A ``fixed`` plan measures nothing: a map it does not know is an error.
+    A ``fixed`` plan measures nothing: a map it does not know is an error. With ``regions``, a
+    region that is slower in int8 than in float32 is computed in float32. A simulation does
+    without: what int8 does to training is what it is to show, however small the network.
     """
 
-    def __init__(self, choices: Mapping[str, str] | None = None, *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        choices: Mapping[str, str] | None = None,
+        *,
+        fixed: bool = False,
+        regions: bool = False,
+    ) -> None:
+        known = (*KERNELS, INT8, FLOAT)
         for signature, name in (choices or {}).items():
-            if name not in KERNELS:
+            if name not in known:
                 raise KernelMissing(
                     f"the kernel plan asks for {name!r:.40} at {signature!r:.200}; "
-                    f"known are {', '.join(KERNELS)}"
+                    f"known are {', '.join(known)}"
                 )
-        self._choices, self._fixed = dict(choices or {}), fixed
+        self._choices, self._fixed, self.regions = dict(choices or {}), fixed, regions
 
     @property
     def choices(self) -> dict[str, str]:
@@ -64,13 +79,26 @@ class KernelPlan:
             self._choices[signature] = fastest(linear_map)
         return kernel(self._choices[signature])
 
+    def choose_for_region(
+        self, region: str, contenders: Callable[[], Mapping[str, Callable[[], object]]]
+    ) -> str:
+        """What this region is computed in: the faster here, if it is new."""
+        if not self.regions:
+            return INT8
+        signature = f"{region} | {torch.get_num_threads()} threads"
+        if signature not in self._choices:
+            if self._fixed:
+                raise KernelMissing(f"the kernel plan says nothing about {signature!r}")
+            self._choices[signature] = shortest(contenders(), 3, clear=_CLEAR)
+        return self._choices[signature]
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
         text = json.dumps({"format": _FORMAT, "choices": self._choices}, indent=1, sort_keys=True)
         write_text(Path(path), text + "\n")
 
     @classmethod
-    def load(cls, path: str | Path, *, fixed: bool = True) -> KernelPlan:
+    def load(cls, path: str | Path, *, fixed: bool = True, regions: bool = False) -> KernelPlan:
         """Read a saved plan; by default it is then obeyed and never extended."""
         try:
             content = parsed_json(read_limited(Path(path)))
@@ -83,14 +111,11 @@ class KernelPlan:
             and _are_choices(content["choices"])
         ):
             raise InvalidSetting(f"{path} is not a kernel plan of format {_FORMAT!r}")
-        return cls(content["choices"], fixed=fixed)
+        return cls(content["choices"], fixed=fixed, regions=regions)
 
 
 def fastest(linear_map: LinearMap) -> str:
-    """The name of the kernel with the shortest time on this map, here and now.
-
-    The shortest of several, not the median: what disturbs a run only ever makes it longer.
-    """
+    """The name of the kernel with the shortest time on this map, here and now."""
     device = linear_map.weight.codes.device
     shape, zero = linear_map.input_shape, linear_map.input_zero_point
     # Not the global generator: a run that measures must draw what one that obeys a plan draws.
@@ -106,23 +131,38 @@ def fastest(linear_map: LinearMap) -> str:
             if problem := disagreement(k, as_float(run(x, None, None)), truth):
                 leave_out(k.name, f"{problem} at {linear_map.signature}")
                 continue
-            _seconds(run, x, out)
+            run(x, out, None)
             ready[k.name] = run
         except Exception as error:
             if k is REFERENCE:
                 raise
             leave_out(k.name, f"{type(error).__name__}: {error}")
-    times: dict[str, list[float]] = {name: [] for name in ready}
-    for _ in range(_REPEATS):
-        for name, run in ready.items():
-            times[name].append(_seconds(run, x, out))
+    runs = {name: partial(run, x, out, None) for name, run in ready.items()}
+    return shortest(runs, _REPEATS)
+
+
+def shortest(runs: Mapping[str, Callable[[], object]], repeats: int, *, clear: float = 0.0) -> str:
+    """The name of what takes the shortest time, all taken in turns.
+
+    The shortest of several, not the median: what disturbs a run only ever makes it longer. It ends
+    early when the others take longer than the shortest by a ``clear`` factor.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(_seconds(run))
+        first, second, *_ = [*sorted(min(own) for own in times.values()), math.inf]
+        if first < clear * second:
+            break
     return min(times, key=lambda name: min(times[name]))
 
 
-def _seconds(run: Prepared, x: Codes, out: Grid) -> float:
-    wait: Callable[[], Any] = torch.cuda.synchronize if x.values.is_cuda else lambda: None
+def _seconds(run: Callable[[], object]) -> float:
+    wait: Callable[[], Any] = (
+        torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    )
     wait()
     begin = time.perf_counter()
-    run(x, out, None)
+    run()
     wait()
     return time.perf_counter() - begin

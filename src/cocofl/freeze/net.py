@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from cocofl.chain import BlockChain, Wiring
 from cocofl.chain.blocks import Flow
 from cocofl.errors import InvalidSetting, InvalidSpan
 from cocofl.freeze.fusion import fused, with_batch_statistics
-from cocofl.freeze.kernel_plan import KernelPlan
+from cocofl.freeze.kernel_plan import FLOAT, INT8, KernelPlan
 from cocofl.freeze.kernels import backend_names, kernel, safe_weight_bits
 from cocofl.freeze.layout import channels_first, channels_last
 from cocofl.freeze.network import Network
@@ -26,7 +27,7 @@ from cocofl.numerics import HEADROOM, measure_scale
 from cocofl.span import Blocks, Role
 
 VARIANTS = ("f", "ff", "qff")
-_DEFAULT_PLAN = KernelPlan()
+_DEFAULT_PLAN = KernelPlan(regions=True)
 
 
 def freeze(
@@ -46,7 +47,8 @@ def freeze(
     ``variant``: ``f`` freezes only; ``ff`` also folds BatchNorm, with the server's statistics;
     ``qff`` also computes the frozen blocks in int8. ``state`` is what the server sent (by
     default the chain's own weights). ``backend`` names the int8 kernels; ``auto`` measures and
-    picks the fastest per operation, and obeys ``plan`` where that has chosen already.
+    picks the fastest per operation, computes a run of frozen blocks in float32 where that is faster
+    still, and obeys ``plan`` where that has chosen already.
     ``weight_bits`` of a frozen weight are 8, or 7 where sums of ``backend`` would saturate.
     ``state_is_checked`` saves looking at every tensor again for each device of a round.
     The chain is left untouched.
@@ -71,16 +73,19 @@ def freeze(
         state = chain_state(network.chain)
     if not state_is_checked:
         check_state(network.chain, state, network.scale_keys)
+    plan = _DEFAULT_PLAN if plan is None else plan
     settings = None
     if variant == "qff":
-        choose = _chooser(backend, plan or _DEFAULT_PLAN)
+        choose = _chooser(backend, plan)
         settings = IntegerSettings(choose, headroom, _weight_bits(weight_bits, backend))
     parts: list[Part] = []
     for region, role in blocks.regions(len(network)):
-        if settings is not None and role is not Role.TRAINED:
-            parts.append(integer_part(network, region, role, state, settings))
+        if settings is None or role is Role.TRAINED:
+            parts += _float_parts(network, region, role, state, fuse=variant == "ff")
+        elif backend == "auto":
+            parts += _faster_parts(network, region, role, state, settings, plan)
         else:
-            parts += [_float_part(network, i, role, state, fuse=variant == "ff") for i in region]
+            parts.append(integer_part(network, region, role, state, settings))
     return FrozenNet(network, blocks, parts)
 
 
@@ -124,6 +129,13 @@ class Part(NamedTuple):
     wiring: Wiring
     channels_last: bool = True
 
+    def __call__(self, *arguments: Any) -> Any:
+        """What it hands on, in the layout that it runs with; of what is frozen, no gradient."""
+        if not self.channels_last:
+            arguments = tuple(channels_first(x) if isinstance(x, Tensor) else x for x in arguments)
+        with torch.set_grad_enabled(self.role is not Role.FROZEN and torch.is_grad_enabled()):
+            return self.run(*arguments)
+
 
 class FrozenNet(nn.Module):
     """A chain of which some blocks learn. Train it like any module.
@@ -162,17 +174,12 @@ class FrozenNet(nn.Module):
         return returns(**result) if returns is not None and type(result) is dict else result
 
     def _run(self, part: Part, *arguments: Any) -> Any:
-        if not part.channels_last:
-            arguments = tuple(channels_first(x) if isinstance(x, Tensor) else x for x in arguments)
-        if part.role is Role.FROZEN:
-            with torch.no_grad():
-                return part.run(*arguments)
         if part.role is Role.TRAINED and self._measuring:
             (index,) = part.blocks
             low = self._lowered[index]
             block = low.graph(part.run)  # type: ignore[arg-type]
-            return _ScaleMeter(index, block, low.sites, self._scales).run(*arguments)
-        return part.run(*arguments)
+            part = part._replace(run=_ScaleMeter(index, block, low.sites, self._scales).run)
+        return part(*arguments)
 
     def measure_scales(self) -> None:
         """Measure the trained blocks' scales in the next forward and backward pass.
@@ -203,6 +210,12 @@ class FrozenNet(nn.Module):
         return found
 
 
+def _float_parts(
+    network: Network, blocks: range, role: Role, state: Mapping[str, Tensor], *, fuse: bool
+) -> list[Part]:
+    return [_float_part(network, index, role, state, fuse=fuse) for index in blocks]
+
+
 def _float_part(
     network: Network, index: int, role: Role, state: Mapping[str, Tensor], *, fuse: bool
 ) -> Part:
@@ -217,6 +230,59 @@ def _float_part(
         block = block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     wiring = network.chain.wiring[index]
     return Part(block, role, range(index, index + 1), wiring, low.channels_last)
+
+
+def _faster_parts(
+    network: Network,
+    blocks: range,
+    role: Role,
+    state: Mapping[str, Tensor],
+    settings: IntegerSettings,
+    plan: KernelPlan,
+) -> list[Part]:
+    """Consecutive frozen blocks in int8 or, with norms folded, in float32: what is faster here."""
+
+    def integers() -> list[Part]:
+        return [integer_part(network, blocks, role, state, settings)]
+
+    def floats() -> list[Part]:
+        return _float_parts(network, blocks, role, state, fuse=True)
+
+    def contenders() -> dict[str, Callable[[], object]]:
+        both = {INT8: integers(), FLOAT: floats()}
+        runs = {name: _trial(network, parts) for name, parts in both.items()}
+        for run in runs.values():
+            run()  # warms up
+        return runs
+
+    known = frozenset(key for key in network.scale_keys if key in state)
+    region = network.lowered.signature(blocks, role is Role.PASSING, known)
+    return floats() if plan.choose_for_region(region, contenders) == FLOAT else integers()
+
+
+def _trial(network: Network, parts: Sequence[Part]) -> Callable[[], object]:
+    """Run these parts on the example, backward too where gradients pass."""
+    blocks, passing = parts[0].blocks, parts[0].role is Role.PASSING
+    values = network.values_before(blocks.start)
+    taken = list(network.lowered.borders(range(blocks.start, parts[-1].blocks.stop))[0])
+    flow = Flow(taken, [part.wiring for part in parts])
+
+    def run() -> None:
+        given = [channels_last(_own_copy(values[name], passing)) for name in taken]
+        with torch.set_grad_enabled(passing):
+            result = flow.run(parts, given)
+        ends = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
+
+    return run
+
+
+def _own_copy(x: Any, needs_gradient: bool) -> Any:
+    """What a block may write into."""
+    if isinstance(x, Tensor):
+        return x.detach().requires_grad_(needs_gradient and x.is_floating_point()).clone()
+    return x
 
 
 def integer_part(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from cocofl.chain import BlockChain
+from cocofl.chain.graphs import left_as_it_was
 from cocofl.errors import CannotLower, InvalidSetting
 from cocofl.freeze.lowering import lower
 from cocofl.freeze.memory_saving import memory_saving
@@ -28,6 +31,7 @@ class LoweredChain:
         """Of all float values, on the example."""
         self._non_negative = frozenset[str]().union(*(low.non_negative for low in blocks))
         self.scheme = cache(self._scheme)
+        self.signature = cache(self._signature)
 
     def _scheme(self, blocks: range, passing: bool, known: frozenset[str]) -> QuantizationScheme:
         """Of consecutive blocks, where these scales are known."""
@@ -36,6 +40,15 @@ class LoweredChain:
         taken, returned = (tuple(values.values()) for values in self.borders(blocks))
         outputs = returned[0] if len(returned) == 1 else returned
         return QuantizationScheme.of(operations, grids, taken, outputs, self.shapes, passing)
+
+    def _signature(self, blocks: range, passing: bool, known: frozenset[str]) -> str:
+        """The same for regions that take as long, whatever their weights are."""
+        low = [self.blocks[i] for i in blocks]
+        operations = [(b.descriptions, tuple(b.shapes.values()), b.channels_last) for b in low]
+        sites = {site for b in low for site in b.sites}
+        scales = sum(scale_key(site, way) in known for site in sites for way in (OUTPUT, GRADIENT))
+        text = repr((operations, passing, scales))
+        return f"region {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def borders(self, blocks: range) -> tuple[dict[str, str], dict[str, Any]]:
         """What consecutive blocks take and return: by the name in the chain, what they have it by.
@@ -94,6 +107,17 @@ class Network:
 
     def __len__(self) -> int:
         return len(self.chain)
+
+    def values_before(self, block: int) -> dict[str, Any]:
+        """What the example has become when it reaches a block, by name."""
+        chain = self.chain
+        assert chain.example is not None, "a chain without one is not lowered"
+        own = [x.clone() if isinstance(x, Tensor) else x for x in chain.example]
+        values: dict[str, Any] = dict(zip(chain.wiring[0].inputs, own, strict=True))
+        with left_as_it_was(chain, training=False), torch.no_grad():
+            for one, wiring in list(zip(chain.blocks, chain.wiring, strict=True))[:block]:
+                values |= wiring.handed_on(one(*(values[name] for name in wiring.inputs)))
+        return values
 
     @cached_property
     def with_dropout(self) -> LoweredChain:

@@ -217,11 +217,11 @@ def measured_state(chain: BlockChain, inputs: Inputs) -> State:
 
 
 def kernel_plan(settings: Settings, chain: BlockChain, state: State) -> KernelPlan:
-    """The kernel of every map: each block once frozen, once passing."""
-    plan, n = KernelPlan(), len(chain)
+    """The kernel of every map, and whether int8 is worth it for the blocks around each block."""
+    plan, n = KernelPlan(regions=True), len(chain)
     if settings.integers and n > 1:
-        for span in (Span(n - 1, n), Span(0, 1)):
-            freeze(chain, span, backend=settings.backend, state=state, plan=plan)
+        for i in range(n):
+            freeze(chain, Span(i, i + 1), backend=settings.backend, state=state, plan=plan)
     return plan
 
 
@@ -252,7 +252,7 @@ def load_settings(folder: Path) -> Settings:
 
 def load_plan(folder: Path) -> KernelPlan:
     """The plan, to be obeyed; a map it lacks is chosen anew."""
-    return KernelPlan.load(folder / _PLAN, fixed=False)
+    return KernelPlan.load(folder / _PLAN, fixed=False, regions=True)
 
 
 def load_state(folder: Path) -> State:
