@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from flwr.clientapp import ClientApp
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
+from cocofl.data.data_files import is_path
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
 from cocofl.fl.codec import ERROR
@@ -190,7 +192,18 @@ def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experime
     """The server's experiment with what is this device's own affair."""
     if "partition-id" in node:
         experiment = alike_devices(experiment, int(node["num-partitions"]))
+    name = experiment.data.name
+    if is_path(name):
+        # Of a file only its name is the server's to say: which folder that is in is not.
+        own = Path(name).name
+        if "data-dir" not in node or own in ("", ".."):
+            raise InvalidExperiment(
+                f"the server names the file {own!r}, and this device does not say where that is; "
+                "put data-dir into its node config"
+            )
+        name = str(Path(str(node["data-dir"])) / own)
     changes = {
+        "data.name": name,
         "model.init": "",
         "data.dir": str(node.get("data-dir", "")),
         "tables.spans": str(node.get("profile", "auto")),
