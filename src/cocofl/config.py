@@ -70,6 +70,11 @@ class Data:
     def __post_init__(self) -> None:
         check_number("data.alpha", self.alpha, above=0)
 
+    @property
+    def title(self) -> str:
+        """What people call it: of a path the last part."""
+        return Path(self.name).name if is_path(self.name) else self.name
+
 
 @dataclass(frozen=True)
 class DeviceSettings:
@@ -200,8 +205,7 @@ class Experiment:
         for section, key in _PATHS:
             if not content[section][key].startswith("measured:"):
                 content[section][key] = Path(content[section][key]).name
-        if is_path(content["data"]["name"]):
-            content["data"]["name"] = Path(content["data"]["name"]).name
+        content["data"]["name"] = self.data.title
         content["data"].pop("dir")
         content["engine"] = {"kernels": self.engine.kernels, "precision": self.engine.precision}
         return Experiment.parse(content)

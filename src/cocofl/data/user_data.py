@@ -81,7 +81,7 @@ def new_parts(data: UserData, name: str) -> tuple[NewParts, str]:
             channels=inputs.shape[-1] if inputs.task == "image" else 0,
             vocab_size=inputs.vocab_size,
             pad_id=inputs.pad_id,
-            owner_kind="owner" if owner_names else "",
+            owner_kind=(data.owners or "owner") if owner_names else "",
             owner_names=owner_names,
             labels=labels.kind,
         )

@@ -29,9 +29,9 @@ def check_inputs(example: Sequence[Tensor] | None, data: DataSet, model: str) ->
     if task == "text":
         if taken.is_floating_point():
             raise InvalidExperiment(
-                f"the model {model} takes {taken.dtype} of {_by(taken.shape[1:])}, but {data.name} "
-                "has token ids; take a model that begins with an embedding, or give the data as "
-                "floats"
+                f"the model {model} takes {taken.dtype} of {_shape(taken.shape[1:])}, but "
+                f"{data.name} has token ids; take a model that begins with an embedding, or give "
+                "the data as floats"
             )
         return
     shape = data.train.inputs.shape[1:]
@@ -42,8 +42,8 @@ def check_inputs(example: Sequence[Tensor] | None, data: DataSet, model: str) ->
         )
         kind = "" if taken.is_floating_point() else f" {taken.dtype}"
         raise InvalidExperiment(
-            f"the model {model} takes{kind} {what} of {_by(taken.shape[1:])}{axes}, but "
-            f"{data.name} has {_by(shape)}"
+            f"the model {model} takes{kind} {what} of {_shape(taken.shape[1:])}{axes}, but "
+            f"{data.name} has {_shape(shape)}"
         )
 
 
@@ -83,7 +83,7 @@ def check_outputs(trainer: Trainer, data: DataSet, model: str) -> None:
             reason = (str(error).splitlines() or [repr(error)])[0][:200]
             raise InvalidExperiment(
                 f"the model {model} does not run on samples of {data.name}, {inputs.dtype} of "
-                f"{_by(inputs.shape[1:])}: {reason}"
+                f"{_shape(inputs.shape[1:])}: {reason}"
             ) from error
     if not isinstance(outputs, Tensor):
         raise InvalidExperiment(
@@ -105,17 +105,26 @@ def check_outputs(trainer: Trainer, data: DataSet, model: str) -> None:
         raise InvalidExperiment(
             f"the model {model} returns {_by(given)} for a sample, but the labels of {data.name} "
             f"are {_IN_WORDS[kind].format(classes)}: expected {_by(wanted)}. Let the model's "
-            "function take num_classes, which it is then given, for its last layer"
+            f"function take num_classes, here {classes}, for its last layer"
         )
 
 
 _IN_WORDS = {
     "classes": "one of {} classes",
     "tokens": "one of {} classes at each position",
-    "multilabel": "{} times yes or no",
-    "numbers": "{} numbers",
+    "multilabel": "yes or no for each of {} classes",
+    "numbers": "numbers ({})",
 }
 
 
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "1"
+
+
 def _by(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape)) or "1 number"
+    """How many there are.
+
+    >>> _by((3, 8)), _by((3,)), _by(())
+    ('3×8 numbers', '3 numbers', '1 number')
+    """
+    return f"{_shape(shape)} number{'s' * (math.prod(shape) != 1)}"

@@ -20,7 +20,7 @@ from cocofl.accounting import Accountant, Sampling, check_epsilon
 from cocofl.chain import BlockChain
 from cocofl.config import Experiment, typed
 from cocofl.data import DataSet, Partition, Rule
-from cocofl.data.partition import class_counts, class_densities
+from cocofl.data.partition import COUNTED, class_counts, class_densities
 from cocofl.engine.rounds import Job
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment.engines import engine_kind, machine
@@ -49,6 +49,10 @@ from cocofl.source import source_commit, source_version
 
 CENTRAL_SPEEDUP = 10
 """Centralized training takes this many times fewer rounds, each an epoch over all data."""
+
+
+MOST_NAMES = 1000
+"""Of classes, that a run's folder remembers."""
 
 
 def rounds_of(experiment: Experiment) -> int:
@@ -95,7 +99,7 @@ class Setup:
         check_metric_names([one.name for one in self.trainer.tally.metrics])
         self.spec = self.trainer.spec
         self.chain: BlockChain = self.trainer.chain()
-        self._check_fit()
+        check_inputs(self.chain.example, self.data, experiment.model.name)
         self.tables = ExperimentTables(experiment, self.trainer)
         self.facts = facts_of(experiment.strategy.name)
         self.strategy = self._strategy()
@@ -145,6 +149,7 @@ class Setup:
     def plain_job(self) -> Job:
         """The same without privacy."""
         experiment = self.experiment
+        self.check_labels()
         training, central = experiment.training, self.facts.all_data_in_one_place
         slower = CENTRAL_SPEEDUP if central else 1
         federation = self._central() if central else self.federation
@@ -173,6 +178,13 @@ class Setup:
             deadline_s=federation.mean_steps * step_s,
             checkpoint_every=experiment.engine.checkpoint_every,
         )
+
+    def check_labels(self) -> None:
+        """Complain where what the network returns, loss, metrics and labels do not fit."""
+        loss, model = self.experiment.training.loss, self.experiment.model.name
+        check_losses(loss, self.trainer.tally.metrics, self.data)
+        if loss in LOSSES:
+            check_outputs(self.trainer, self.data, model)
 
     @cached_property
     def devices(self) -> Devices:
@@ -211,19 +223,12 @@ class Setup:
             "strategy": self.experiment.strategy.name,
             "strategy_facts": asdict(self.facts),
             "metrics": {one.name: asdict(one.facts) for one in self.trainer.tally.metrics},
+            "class_names": list(self.data.facts.class_names[:MOST_NAMES]),
             "tables": dict(self.tables.served),
             "model_blocks": len(self.chain),
             "samples_left_over": len(self.partition.remainder),
             **({"privacy": asdict(privacy)} if privacy.is_on else {}),
         }
-
-    def _check_fit(self) -> None:
-        """The network must take the samples; loss and metrics must read outputs and labels."""
-        experiment = self.experiment
-        check_inputs(self.chain.example, self.data, experiment.model.name)
-        check_losses(experiment.training.loss, self.trainer.tally.metrics, self.data)
-        if experiment.training.loss in LOSSES:
-            check_outputs(self.trainer, self.data, experiment.model.name)
 
     def _strategy(self) -> Strategy:
         settings = self.experiment.strategy
@@ -269,7 +274,7 @@ class Setup:
         return Federation(devices, whole, self.experiment.training, 1, self.experiment.seed)
 
     def _populations(self) -> Populations | None:
-        if self.data.facts.labels != "classes":
+        if self.data.facts.labels not in COUNTED:
             return None
         labels, classes = self.data.train.labels, self.data.facts.num_classes
         by_group, by_device = (

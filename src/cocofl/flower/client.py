@@ -105,6 +105,7 @@ class Device:
         experiment = _own_experiment(Experiment.parse(settings["experiment"]), node)
         dataset = with_shared_facts(load_data(experiment), settings["facts"])
         self._setup = Setup(experiment, dataset)
+        self._setup.check_labels()
         self._trainer = self._setup.trainer
         self._trainer.kernels = machine_plan()
         self._contract = Contract(self._trainer.chain(), codec=self._trainer.codec)
