@@ -17,6 +17,7 @@ from cocofl import Experiment, simulate
 from cocofl.data import UserData
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import InProcess
+from cocofl.errors import CocoflError
 
 N, N_TEST = 160, 40
 
@@ -134,8 +135,9 @@ NUMBERS = {
     "training.lr": 0.02,
     "evaluation.metrics": ["rmse", "mae", "r2"],
 }
+SIX = {"model.options": {"inputs": 6}}
 SEVERAL = {
-    "model.options": {"inputs": 6},
+    **SIX,
     "training.loss": "binary_cross_entropy",
     "training.lr": 0.5,
     "training.epochs": 5,
@@ -163,3 +165,97 @@ def test_each_kind_of_data_is_learned_alike_by_both_engines(data: str, tmp_path:
     score = serial.final.scores[metric]
     assert is_learned(score)
     assert cohort.final.scores[metric] == pytest.approx(score, abs=0.03)
+
+
+def test_some_devices_had_frozen_parts_and_several_labels_have_groups(tmp_path: Path) -> None:
+    model, changes, _, _ = KINDS["several"]
+    own = experiment("several", model, {**changes, "rounds": 1})
+    done = simulate(own, out=tmp_path / "run", executor=InProcess())
+    spans = {one.work for one in done.rounds[0].devices}
+    assert spans - {"0:3"}
+    assert set(done.final.scores["group_label_f1"]) == {"strong", "medium", "weak"}
+    assert done.folder.about["class_names"] == ["0", "1", "2"]
+
+
+def ten_scores() -> Any:
+    return dense(10)
+
+
+def no_scores(num_classes: int) -> Any:
+    net, example = conv1d(num_classes)
+    return net[:-3], example
+
+
+def pairs(num_classes: int) -> Any:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = dense(num_classes)[0]
+
+        def forward(self, x: torch.Tensor) -> Any:
+            scores = self.net(x)
+            return scores, scores + 1
+
+    return Pair(), torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "changes", "complaint"),
+    [
+        ("table", "ten_scores", {}, r"returns 10 numbers .* are numbers \(1\): expected 1 number"),
+        ("series", "no_scores", {}, r"returns 8×16 numbers .* one of 3 classes: expected 3 num"),
+        ("table", "pairs", {}, "returns a tuple, and training.loss = 'squared_error' reads a tens"),
+        ("several", "dense", {}, "takes samples of 4, but .* has 6"),
+        ("series", "pixels", {}, "takes samples of 3×8×8, but .* has 3×16"),
+        ("folder_of_images", "dense", {}, "takes images of 4 .* has 3×8×8"),
+        ("hugging_face", "dense", {}, "takes torch.float32 of 4, but .* has token ids"),
+        ("torch_data", "reader", {}, "takes torch.int64 samples of 16, but .* has 5×6×6"),
+        ("several", "dense", SIX | {"training.loss": "squared_error"}, "of .* are multilabel"),
+        ("series", "conv1d", {"evaluation.metrics": ["rmse"]}, "rmse, which reads numbers"),
+        ("several", "dense", SIX | {"data.split": "rc"}, "goes by the class .* has multilabel"),
+        ("table", "dense", {"data.split": "natural"}, "name the column .owners."),
+        ("table", "dense", {"data.options": {"x": 1}}, "cannot take data.options"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(
+    data: str, model: str, changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    _, usual, _, _ = KINDS[data]
+    settings = {key: value for key, value in usual.items() if key != "model.options"}
+    own = experiment(data, model, {"data.dir": str(tmp_path), **settings, **changes})
+    with pytest.raises(CocoflError, match=complaint) as found:
+        simulate(own, out=tmp_path / "run")
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_path_in_an_experiment_is_relative_to_its_file(tmp_path: Path) -> None:
+    table(tmp_path)
+    (tmp_path / "mine.toml").write_text(
+        '[data]\nname = "readings.csv"\noptions = {labels = "power"}\n'
+    )
+    own = Experiment.load(tmp_path / "mine.toml")
+    assert own.data.name == str(tmp_path / "readings.csv")
+    assert own.data.title == "readings.csv"
+    assert own.without_places().data.name == "readings.csv"
+    assert not own.names()
+    changed = own.changed({"data.options.labels": "a"})
+    assert (own.data.options["labels"], changed.data.options["labels"]) == ("power", "a")
+
+
+def test_the_example_of_a_sensor_learns_from_people_who_are_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
+    settings = {
+        "model.name": "sensor_windows:network",
+        "data": {"name": "sensor_windows:windows", "split": "natural"},
+        "data.options": {"people": 8, "each": 20},
+        "devices": {"count": 6, "per_round": 4},
+        "training": {"batch": 10},
+        "engine": {"kernels": "reference"},
+    }
+    own = Experiment(rounds=2).changed(settings)
+    done = simulate(own, out=tmp_path / "run", executor=CohortExecutor("cpu", precision="fp32"))
+    assert done.folder.about["class_names"] == ["lying", "stairs", "standing", "walking"]
+    assert done.rounds[-1].loss < done.rounds[0].loss

@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 import torch
 from data_files import pixels, png
+from PIL import Image
 from torch.utils.data import TensorDataset
 
 from cocofl import data
@@ -18,6 +19,7 @@ from cocofl.data import UserData, normalise
 from cocofl.data.data_files import is_path
 from cocofl.data.labels import recoded
 from cocofl.errors import CocoflError, DataNotFound, InvalidData
+from cocofl.flower.records import shared_facts, with_shared_facts
 
 SERIES = np.random.default_rng(0).normal(5, 2, (10, 3, 4))
 TWO = [0, 1] * 5
@@ -110,6 +112,11 @@ def test_the_kind_can_be_said():
 
 
 def test_labels_of_a_device_follow_the_names_of_the_server():
+    server = load((SERIES, ["run", "sit", "walk", "run", "sit"] * 2))
+    device = load({"train": (SERIES[:2], ["walk", "run"]), "test": (SERIES[:1], ["walk"])})
+    alike = with_shared_facts(device, shared_facts(server))
+    assert (device.train.labels.tolist(), alike.train.labels.tolist()) == ([1, 0], [2, 0])
+    assert (alike.facts.mean, alike.facts.num_classes) == (server.facts.mean, 3)
     several = recoded(np.array([[1, 0]]), "multilabel", ["b", "d"], ["a", "b", "c", "d"])
     assert several.tolist() == [[0, 1, 0, 0]]
     with pytest.raises(InvalidData, match="do not know, like 'fly'; they know 'run'"):
@@ -264,6 +271,8 @@ def test_paths_and_names():
         ({"inputs": np.zeros((4, 2)), "what": [0] * 4}, {}, "none of which is called labels"),
         ({"inputs": np.zeros((4, 2)), "what": [0] * 4}, {"labels": "wat"}, "did you mean what"),
         (iter([]), {}, "gave list_iterator; expected"),
+        ((np.zeros((2, 2)), ["a", "b" * 2000]), {}, "a name has 2000 characters"),
+        ((np.zeros((2, 2)), [0, 1], ["a", "b" * 2000]), {}, "a name has 2000 characters"),
         ([1, 2], {}, r"a sample is a int; expected \(input, label\)"),
     ],
 )  # fmt: skip
@@ -305,6 +314,21 @@ def test_an_array_that_lies_is_not_allocated(root, content, complaint):
     (root / "bad.npz").write_bytes(packed.getvalue()[:-30])
     with pytest.raises(CocoflError, match="cannot read"):
         data.load(str(root / "bad.npz"))
+
+
+def test_zeros_that_unpack_to_gigabytes_are_not_read(root):
+    with zipfile.ZipFile(root / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("inputs.npy", bytes(10_000_000))
+    with pytest.raises(InvalidData, match="its arrays have 10000000 bytes, of which at most"):
+        data.load(str(root / "bomb.npz"))
+
+
+def test_an_image_with_sixteen_bits_is_not_cut_off(root):
+    (root / "photos/cat").mkdir(parents=True)
+    for row in range(2):
+        Image.fromarray(np.full((4, 4), 1000, np.uint16)).save(root / f"photos/cat/{row}.png")
+    with pytest.raises(InvalidData, match="more than 8 bits a pixel"):
+        data.load(f"{root}/photos")
 
 
 def test_a_changed_file_is_read_again(root):

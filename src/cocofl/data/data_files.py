@@ -18,9 +18,9 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from cocofl.data.given import Columns, Given, Images, UserData
+from cocofl.data.given import Columns, Given, Images, Inputs, UserData
 from cocofl.data.origin import IMAGE_SUFFIXES, folder_listing
-from cocofl.data.samples import PARTS, Array
+from cocofl.data.samples import PARTS
 from cocofl.data.stable_random import Ints
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.files import check_plain, read_csv, read_limited
@@ -29,6 +29,9 @@ FILE_SUFFIXES = (".csv", ".npz")
 MOST_CSV_BYTES = 2**28
 MOST_NPZ_BYTES = 2**34
 """Of all arrays together, unpacked."""
+MOST_TIMES = 200
+"""What unpacked arrays may be of the file: a few bytes of it could stand for gigabytes."""
+IMAGE_FILES = (*IMAGE_SUFFIXES, ".bmp", ".tif", ".tiff", ".webp")
 MOST_IMAGE_BYTES = 64 * 2**20
 _PART_FIRST = re.compile(r"(train|test)_(.+)")
 _PART_LAST = re.compile(r"(.+)_(train|test)")
@@ -96,27 +99,30 @@ def _csv(path: Path) -> Columns:
     if not columns:
         raise InvalidData(f"{path} has no rows; expected a line of names, and a line per sample")
 
-    def read(name: str) -> Array | list[str]:
+    def read(name: str) -> Inputs:
         cells = columns[name]
         if "" in cells:
             raise InvalidData(
                 f"{path}: line {cells.index('') + 2} has nothing in column {name}; fill in or "
                 "leave out what is missing"
             )
-        for kind in (np.int64, np.float64):
-            try:
-                return np.array(cells).astype(kind)
-            except (ValueError, OverflowError):
-                continue
-        return cells
+        return _numbers(cells, int, np.int64, _numbers(cells, float, np.float64, cells))
 
-    def read_classes(name: str) -> Array | list[str]:
+    def read_classes(name: str) -> Inputs:
         found = read(name)
         # Whole numbers are the names of classes: they need not count from 0.
         is_number = isinstance(found, np.ndarray) and found.dtype.kind == "f"
         return found if is_number else [cell.strip() for cell in columns[name]]
 
     return Columns(list(columns), read, str(path), read_classes=read_classes)
+
+
+def _numbers(cells: list[str], kind: type, dtype: type, otherwise: Inputs) -> Inputs:
+    """The cells as numbers of one kind, where all are."""
+    try:
+        return np.array([kind(cell) for cell in cells], dtype)
+    except (ValueError, OverflowError):
+        return otherwise
 
 
 # --- arrays --------------------------------------------------------------------------------------
@@ -145,14 +151,12 @@ def columns_of(arrays: Mapping[str, Any], where: str) -> Columns:
 
 def _load_npz(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        check_plain(path, MOST_NPZ_BYTES)
+        most = min(MOST_NPZ_BYTES, MOST_TIMES * check_plain(path, MOST_NPZ_BYTES))
         with zipfile.ZipFile(path) as packed:
             members = packed.infolist()
             total = sum(member.file_size for member in members)
-            if total > MOST_NPZ_BYTES:
-                raise ValueError(
-                    f"its arrays have {total} bytes, at most {MOST_NPZ_BYTES} are read"
-                )
+            if total > most:
+                raise ValueError(f"its arrays have {total} bytes, of which at most {most} are read")
             for member in members:
                 _check_member(packed, member)
         with np.load(path, allow_pickle=False) as arrays:
@@ -201,13 +205,13 @@ def _image_folder(folder: Path) -> Given:
     classes = sorted(path for path in folder.iterdir() if path.is_dir())
     files, labels = list[Path](), list[str]()
     for place in classes:
-        own = sorted(path for path in place.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+        own = sorted(path for path in place.rglob("*") if path.suffix.lower() in IMAGE_FILES)
         files += own
         labels += [place.name] * len(own)
     if not files:
         raise InvalidData(
             f"{folder} has no images in folders of their classes: expected {folder.name}/CLASS/"
-            f"*{', *'.join(IMAGE_SUFFIXES)}, also below train and test; or train.csv, train.npz"
+            f"*{', *'.join(IMAGE_FILES)}, also below train and test; or train.csv, train.npz"
         )
 
     def read(rows: Ints) -> Iterable[bytes]:

@@ -105,6 +105,8 @@ def columns(rows: Any, where: str) -> Columns:
     def read(name: str) -> Inputs:
         if isinstance(rows.features[name], datasets.Image):
             return _images(table, name)
+        if isinstance(rows.features[name], datasets.Audio):
+            raise InvalidData(f"{where}: column {name} holds sound; give windows of it as floats")
         arrow = rows.select_columns([name]).with_format("arrow")[:][name]
         if arrow.null_count:
             raise InvalidData(f"{where}: column {name} has {arrow.null_count} values missing")

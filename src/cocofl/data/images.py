@@ -13,6 +13,8 @@ from cocofl.errors import InvalidData
 
 MAX_PIXELS = 64 * 2**20
 CHUNK_BYTES = 16 * 2**20
+# Not all that Pillow knows: to decode some it starts other programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 OTHER_SET = "Is this the right data set?"
 
 Shape = tuple[int, int, int]
@@ -25,7 +27,12 @@ def decode(
     """One image as (height, width, channels); other sizes are scaled only where that is meant."""
     height, width, channels = shape
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.mode.startswith(("I", "F")):
+                raise InvalidData(
+                    f"{where} has more than 8 bits a pixel, which would be cut off; give such "
+                    "images as arrays of floats"
+                )
             if image.width * image.height > MAX_PIXELS:
                 raise InvalidData(
                     f"{where} announces {image.width}x{image.height} pixels; "
@@ -73,7 +80,7 @@ def resized(image: Image.Image, width: int, height: int) -> Image.Image:
 def size_of(data: bytes, where: str) -> tuple[int, int]:
     """Height and width of an image file, of which nothing is decoded."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return image.height, image.width
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise InvalidData(f"{where} is no readable image: {error}") from error

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from cocofl.data.samples import Array, LabelKind
 from cocofl.errors import InvalidData
 
+MOST_CHARACTERS = 1000
+"""Of the name of a class or an owner."""
 KINDS: tuple[LabelKind, ...] = get_args(LabelKind)
 
 
@@ -78,6 +80,16 @@ def sorted_names(found: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted(names))
 
 
+def check_names(names: Iterable[str], where: str) -> None:
+    """Complain about a text that is no name; in an array every name has the longest one's room."""
+    longest = max(map(len, names), default=0)
+    if longest > MOST_CHARACTERS:
+        raise InvalidData(
+            f"{where}: a name has {longest} characters, at most {MOST_CHARACTERS} are read; is "
+            "this the right column?"
+        )
+
+
 def recoded(labels: Array, kind: LabelKind, own: Sequence[str], others: Sequence[str]) -> Array:
     """Labels whose names are ``own`` as those of ``others``, who may know more of them.
 
@@ -103,6 +115,8 @@ def recoded(labels: Array, kind: LabelKind, own: Sequence[str], others: Sequence
 
 def _as_array(labels: Any, where: str) -> Array:
     """An array of numbers or text; lists of different lengths stay lists, as objects."""
+    if isinstance(labels, list | tuple):
+        check_names([label for label in labels if isinstance(label, str)], where)
     try:
         array = np.asarray(labels)
     except ValueError:  # rows of different lengths

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cocofl.data.data_files import columns_of, read_path
 from cocofl.data.given import Given, Images, UserData
-from cocofl.data.labels import Labels, read_labels
+from cocofl.data.labels import Labels, check_names, read_labels
 from cocofl.data.samples import (
     MOST_CHANNELS,
     PARTS,
@@ -55,8 +55,10 @@ def new_parts(data: UserData, name: str) -> tuple[NewParts, str]:
     given = _parts(data, name)
     if "test" not in given:
         whole = given["train"]
-        n_test = max(1, round(data.test * len(whole.labels)))
-        rows = hold_out(len(whole.labels), n_test, "own data")
+        n = len(whole.labels)
+        if n < 2:
+            raise InvalidData(f"{name} has 1 sample: too few to train on and to test with")
+        rows = hold_out(n, min(max(1, round(data.test * n)), n - 1), "own data")
         given = {part: whole.take(rows[part]) for part in PARTS}
     folder = Path(data.source).parent if isinstance(data.source, str | Path) else None
     inputs = _inputs({part: given[part].inputs for part in PARTS}, data, name, folder)
@@ -72,7 +74,9 @@ def new_parts(data: UserData, name: str) -> tuple[NewParts, str]:
     for part in PARTS:
         owners, owner_names = None, tuple[str, ...]()
         if (known := given[part].owners) is not None:
-            owners, owner_names = number_owners([str(owner) for owner in known])
+            names = [str(owner) for owner in known]
+            check_names(names, f"{name}, {part}, owners")
+            owners, owner_names = number_owners(names)
         facts = Facts(
             inputs.task,
             labels.names,
@@ -152,6 +156,8 @@ def _array(values: Any, where: str) -> Any:
     """An array, or texts; a tensor of uint8 images has its channels first."""
     if isinstance(values, Images):
         return values
+    if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
+        return list(values)  # in an array every text would have the longest one's room
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
         return (

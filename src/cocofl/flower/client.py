@@ -193,21 +193,29 @@ def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experime
     """The server's experiment with what is this device's own affair."""
     if "partition-id" in node:
         experiment = alike_devices(experiment, int(node["num-partitions"]))
-    name = experiment.data.name
-    if is_path(name):
-        # Of a file only its name is the server's to say: which folder that is in is not.
-        own = Path(name).name
-        if "data-dir" not in node or own in ("", ".."):
-            raise InvalidExperiment(
-                f"the server names the file {own!r}, and this device does not say where that is; "
-                "put data-dir into its node config"
-            )
-        name = str(Path(str(node["data-dir"])) / own)
+    name, options = _own_files(experiment, node)
     changes = {
         "data.name": name,
+        "data.options": options,
         "model.init": "",
         "data.dir": str(node.get("data-dir", "")),
         "tables.spans": str(node.get("profile", "auto")),
         "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
     }
     return experiment.changed(changes)
+
+
+def _own_files(experiment: Experiment, node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The data's name and options; of a file only its name is the server's to say, not where."""
+    name, options = experiment.data.name, dict(experiment.data.options)
+    if not is_path(name):
+        return name, options
+    own = Path(name).name
+    if "data-dir" not in node or own in ("", ".."):
+        raise InvalidExperiment(
+            f"the server names the file {own!r}, and this device does not say where that is; "
+            "put data-dir into its node config"
+        )
+    if isinstance(tokenizer := options.get("tokenizer"), str):
+        options["tokenizer"] = Path(tokenizer).name  # beside the data
+    return str(Path(str(node["data-dir"])) / own), options
