@@ -164,10 +164,13 @@ def test_a_hugging_face_data_set_of_columns():
     assert found.train.owners.tolist() == TWO
 
 
-def test_images_in_a_hugging_face_data_set_with_several_labels():
+@pytest.mark.parametrize(
+    "labels", [[[0], [1, 2], [], [2], [0, 1], [2]], [[0, 1], [1, 2]] * 3], ids=["any", "two each"]
+)
+def test_images_in_a_hugging_face_data_set_with_several_labels(labels):
     images = pixels(6, 5, 7, 3)
     rows = {"image": [{"bytes": png(image), "path": None} for image in images]}
-    rows["labels"] = [[0], [1, 2], [], [2], [0, 1], [2]]
+    rows["labels"] = labels
     features = datasets.Features(
         {
             "image": datasets.Image(),
@@ -179,6 +182,17 @@ def test_images_in_a_hugging_face_data_set_with_several_labels():
     assert np.array_equal(found.train.inputs, images)
     assert found.facts.class_names == ("x", "y", "z")
     assert found.train.labels[1].tolist() == [0, 1, 1]
+
+
+def test_what_one_column_is_left_is_the_input():
+    def shape(values):
+        rows = datasets.Dataset.from_dict({"signal": values, "label": TWO})
+        return load(rows, tokenizer="bytes", length=5).train.inputs.shape[1:]
+
+    assert shape(SERIES.tolist()) == (3, 4)
+    assert shape(SERIES[:, 0].tolist()) == (1, 4)
+    assert shape(SERIES[:, 0, 0].tolist()) == (1,)
+    assert shape(["text"] * 10) == (5,)
 
 
 def test_a_folder_of_images(root):
@@ -213,6 +227,12 @@ def test_a_csv_table(root):
     assert (several.facts.labels, several.facts.class_names) == ("multilabel", ("on", "off"))
     number = data.load(str(path), options={**options, "labels": "state", "kind": "numbers"})
     assert number.facts.labels == "numbers"
+
+
+def test_axes_of_a_sensor_are_inputs_whatever_they_are_called(root):
+    lines = [f"{row},{row / 3},{-row},{row % 2}" for row in range(12)]
+    (root / "motion.csv").write_text("\n".join(["x,y,z,label", *lines]))
+    assert data.load(str(root / "motion.csv")).train.inputs.shape[1:] == (3,)
 
 
 def test_arrays_in_a_file(root):

@@ -146,7 +146,7 @@ def _npz(path: Path, data: UserData) -> dict[str, Given]:
 
 def columns_of(arrays: Mapping[str, Any], where: str) -> Columns:
     """Arrays by name as a table."""
-    return Columns(list(arrays), lambda name: arrays[name], where)
+    return Columns(list(arrays), lambda name: arrays[name], where, are_arrays=True)
 
 
 def _load_npz(path: Path) -> dict[str, NDArray[Any]]:

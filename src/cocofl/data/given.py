@@ -14,10 +14,12 @@ from cocofl.data.stable_random import Ints
 from cocofl.errors import InvalidData
 from cocofl.named import nearest
 
-INPUTS = ("inputs", "input", "x", "X", "image", "img", "text", "input_ids")
-LABELS = ("labels", "label", "y", "target", "class")
+INPUTS = ("inputs", "input", "image", "img", "text", "input_ids")
+LABELS = ("labels", "label", "target", "class")
 OWNERS = ("owners", "owner")
 """The names of columns and arrays that are taken where none is said."""
+X, Y = ("x", "X"), ("y",)
+"""The same for arrays only: columns of these names may be axes of a sensor."""
 _KINDS = ("auto", *KINDS)
 
 
@@ -173,19 +175,22 @@ class Columns:
     """The classes that a column of labels names."""
     read_classes: Callable[[str], Inputs] | None = None
     """A column of labels that may be classes, where that is another matter."""
+    are_arrays: bool = False
+    """Whether ``x`` and ``y`` are inputs and labels."""
 
     def given(self, data: UserData) -> Given:
         """Which columns are what."""
-        label = self._chosen("labels", data.labels, LABELS)
+        x, y = (X, Y) if self.are_arrays else ((), ())
+        label = self._chosen("labels", data.labels, (*LABELS, *y))
         owner = self._chosen("owners", data.owners, OWNERS, or_none=True)
         known = [*label, *owner]
-        inputs = self._chosen("inputs", data.inputs, INPUTS, or_none=True)
+        inputs = self._chosen("inputs", data.inputs, (*INPUTS, *x), or_none=True)
         inputs = inputs or [name for name in self.names if name not in known]
         if not inputs:
             raise InvalidData(f"{self.where} has no column beside {', '.join(known)}: no inputs")
-        alone = len(inputs) == 1 and (isinstance(data.inputs, str) or inputs[0] in INPUTS)
+        is_named = len(inputs) == 1 and (isinstance(data.inputs, str) or inputs[0] in (*INPUTS, *x))
         return Given(
-            self.read(inputs[0]) if alone else self._stacked(inputs),
+            self.read(inputs[0]) if is_named else self._stacked(inputs),
             self._label_values(label, data.kind),
             self.read(owner[0]) if owner else None,
             self.where,
@@ -228,11 +233,13 @@ class Columns:
         is_binary = kind in ("auto", "multilabel") and np.isin(rows, (0, 1)).all()
         return rows.astype(bool) if is_binary else rows.astype(np.float64)
 
-    def _stacked(self, names: Sequence[str]) -> Array:
+    def _stacked(self, names: Sequence[str]) -> Inputs:
         """Columns of numbers as features; columns of series as channels."""
+        columns = [self.read(name) for name in names]
+        if len(columns) == 1 and (not isinstance(columns[0], np.ndarray) or columns[0].ndim > 2):
+            return columns[0]
         found = []
-        for name in names:
-            values = self.read(name)
+        for name, values in zip(names, columns, strict=True):
             if not isinstance(values, np.ndarray) or values.dtype.kind not in "iufb":
                 raise InvalidData(
                     f"{self.where}: column {name} is an input, but holds no numbers; say which "

@@ -46,7 +46,7 @@ def read_labels(
     """
     arrays = {part: _as_array(labels, f"{where}, {part}") for part, labels in given.items()}
     shapes = {array.shape[1:] for array in arrays.values()}
-    found = {_kind_of(array, text_length) for array in arrays.values()}
+    found = {_kind_of(array, names, text_length) for array in arrays.values()}
     if found == {"tokens", "multilabel"}:  # one part happens to have nothing but 0 and 1
         found = {"tokens"}
     if len(shapes) > 1 or len(found) > 1:
@@ -146,18 +146,24 @@ def _objects(labels: Any) -> Array:
     return found
 
 
-def _kind_of(labels: Array, text_length: int | None) -> LabelKind:
+def _kind_of(labels: Array, names: Sequence[str], text_length: int | None) -> LabelKind:
     if labels.dtype.kind == "f":
         return "numbers"
-    if labels.dtype.kind == "O":
-        return "multilabel"
-    if labels.ndim == 1:
+    if labels.dtype.kind != "O" and labels.ndim == 1:
         return "classes"
-    if labels.dtype.kind in "bU":
+    if labels.dtype.kind in "bUO":
         return "multilabel"
-    if text_length is not None or not np.isin(labels, (0, 1)).all():
+    if text_length == labels.shape[1]:
         return "tokens"
-    return "multilabel"
+    # With names they are classes, in lists that happen to be of one length.
+    is_several = bool(names) or (text_length is None and _is_matrix(labels, names))
+    return "multilabel" if is_several else "tokens"
+
+
+def _is_matrix(labels: Array, names: Sequence[str]) -> bool:
+    """Whether each row has a 0 or a 1 for every class, and not the classes themselves."""
+    is_whole = labels.dtype.kind in "iub" and labels.ndim == 2
+    return is_whole and len(names) in (0, labels.shape[1]) and bool(np.isin(labels, (0, 1)).all())
 
 
 def _numbers(labels: Array, where: str) -> NDArray[np.float32]:
@@ -168,7 +174,7 @@ def _numbers(labels: Array, where: str) -> NDArray[np.float32]:
 
 def _multilabel(arrays: Mapping[str, Array], names: Sequence[str], where: str) -> Labels:
     """Rows of 0 and 1, as they are or made of lists of names or codes."""
-    if all(array.dtype.kind in "iub" and array.ndim == 2 for array in arrays.values()):
+    if all(_is_matrix(array, names) for array in arrays.values()):
         width = next(iter(arrays.values())).shape[1]
         whole = {part: array.astype(np.int64) for part, array in arrays.items()}
         return Labels("multilabel", tuple(names) or _counted(width), whole)
