@@ -18,6 +18,7 @@ from cocofl import data
 from cocofl.data import UserData, normalise
 from cocofl.data.data_files import is_path
 from cocofl.data.labels import recoded
+from cocofl.data.statistics import NumberStatistics
 from cocofl.errors import CocoflError, DataNotFound, InvalidData
 from cocofl.flower.records import shared_facts, with_shared_facts
 
@@ -44,6 +45,16 @@ def test_series_are_normalised_by_channel_with_the_training_part():
     normal = normalise(inputs, found.facts)
     assert np.allclose(normal.mean((0, 2)), 0, atol=1e-2)
     assert np.allclose(normal[:, :2].std((0, 2)), 1, atol=1e-2)
+
+
+def test_statistics_do_not_depend_on_chunks():
+    values = np.random.default_rng(0).normal(1e6, 1e-3, (9, 2, 3))
+    found = NumberStatistics(2)
+    for chunk in (values[:1], values[1:8], values[8:]):
+        found.add(chunk)
+    mean, std = found.moments()
+    assert np.allclose(mean, values.mean((0, 2)), rtol=1e-15)
+    assert np.allclose(std, values.std((0, 2)), rtol=1e-6)
 
 
 def test_normalising_can_be_left_out_or_said():

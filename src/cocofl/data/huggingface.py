@@ -72,7 +72,8 @@ class Table:
                 # A path inside a file could name anything on this machine; only bytes are taken.
                 if cell is None or cell["bytes"] is None:
                     raise InvalidData(
-                        f"{self.where}: row {begin + offset} has no image bytes in column {name}"
+                        f"{self.where}: row {begin + offset} has no image bytes in column {name}; "
+                        "where it names files, let the folder of these be the data set"
                     )
                 yield cell["bytes"]
 

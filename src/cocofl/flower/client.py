@@ -67,6 +67,9 @@ from cocofl.named import names_are_data
 from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
 
+NO_TEST = 1e-6
+"""The share of a file that a device holds out: one sample, since it is the server that tests."""
+
 logger = logging.getLogger("flwr")  # what is said here is in the log of the SuperNode
 
 app = ClientApp()
@@ -216,6 +219,8 @@ def _own_files(experiment: Experiment, node: Mapping[str, Any]) -> tuple[str, di
             f"the server names the file {own!r}, and this device does not say where that is; "
             "put data-dir into its node config"
         )
+    if "partition-id" not in node:
+        options["test"] = NO_TEST
     if isinstance(tokenizer := options.get("tokenizer"), str):
         options["tokenizer"] = Path(tokenizer).name  # beside the data
     return str(Path(str(node["data-dir"])) / own), options
