@@ -22,6 +22,7 @@ from cocofl.data.given import Columns, Given, Images, Inputs, UserData
 from cocofl.data.origin import IMAGE_SUFFIXES, folder_listing
 from cocofl.data.samples import PARTS
 from cocofl.data.stable_random import Ints
+from cocofl.data.tokenizing import tokenizer_file
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.files import check_plain, read_csv, read_limited
 
@@ -62,6 +63,9 @@ def fingerprint(path: Path, options: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(f"{path.resolve()}{sorted(options.items())}".encode())
     for line in folder_listing(path) if path.is_dir() else [_state(path)]:
         digest.update(line.encode())
+    place = tokenizer_file(options.get("tokenizer"), path.parent)
+    if place is not None and place.exists():
+        digest.update(_state(place).encode())
     return digest.hexdigest()[:16]
 
 

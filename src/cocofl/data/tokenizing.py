@@ -41,8 +41,8 @@ def tokenizer_of(given: Any, folder: Path | None = None) -> Tokenizer:
         return Tokenizer(
             lambda texts: [[byte + 1 for byte in text.encode()] for text in texts], 0, 257
         )
-    if isinstance(given, str | Path):
-        return tokenizer_of(_from_file(Path(given), folder))
+    if (file := tokenizer_file(given, folder)) is not None:
+        return tokenizer_of(_from_file(file))
     if hasattr(given, "encode_batch"):  # of `tokenizers`
         pads = [given.token_to_id(token) for token in _PADDING]
         pad_id = next((found for found in pads if found is not None), 0)
@@ -88,16 +88,23 @@ def _ids(encoded: Any) -> Sequence[Sequence[int]]:
     return found
 
 
-def _from_file(path: Path, folder: Path | None) -> Any:
+def tokenizer_file(given: Any, folder: Path | None) -> Path | None:
+    """The file that a data set names as its tokenizer: in its folder, else here."""
+    if not isinstance(given, str | Path) or str(given) == BYTES:
+        return None
+    beside = (folder or Path()) / given
+    return beside if beside.exists() else Path(given)
+
+
+def _from_file(path: Path) -> Any:
     try:
         import tokenizers  # noqa: PLC0415 - an optional library
     except ModuleNotFoundError as error:
         raise DataNotFound(
             f"reading {path} needs the library tokenizers: pip install 'cocofl[data]'"
         ) from error
-    place = folder / path if folder is not None and (folder / path).exists() else path
     try:
-        return tokenizers.Tokenizer.from_str(read_limited(place, MOST_TOKENIZER_BYTES).decode())
+        return tokenizers.Tokenizer.from_str(read_limited(path, MOST_TOKENIZER_BYTES).decode())
     except OSError as error:
         raise DataNotFound(f"cannot read the tokenizer {path}: {error}") from error
     except Exception as error:  # the library's own, which has no type
