@@ -42,7 +42,7 @@ CORE_IMPORTS = {"numpy", "torch"}
 ADAPTED_IMPORTS: dict[str, set[str]] = {
     "accounting": {"dp_accounting"},
     "cli": {"rich", "typer"},
-    "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn"},
+    "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn", "tokenizers"},
     "flower": {"cryptography", "flwr", "httpx"},
     "report": {"jinja2", "markupsafe", "matplotlib", "plotly"},
     "runlog": {"safetensors"},
@@ -119,7 +119,7 @@ def _nodes(path: Path, kind: type[ast.AST]) -> list[Any]:
 def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
     heavy = (
         "datasets dp_accounting flwr matplotlib pandas PIL plotly pyarrow ray rich safetensors "
-        "scipy sklearn typer"
+        "scipy sklearn tokenizers typer"
     )
     code = f"import sys, cocofl; print([m for m in {heavy.split()} if m in sys.modules])"
     result = subprocess.run(

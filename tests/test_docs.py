@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LENGTHY = {
     "bring-your-own-model.md",
+    "data-sets.md",
     "data.md",
     "extend.md",
     "index.md",

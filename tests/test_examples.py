@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 # All but the one that most people begin with take long, or show what other tests try.
-SLOW = dict.fromkeys(("custom_strategy.py", "custom_trace.py", "one_device.py"), pytest.mark.slow)
+LONG = ("custom_strategy.py", "custom_trace.py", "one_device.py", "sensor_windows.py")
+SLOW = dict.fromkeys(LONG, pytest.mark.slow)
 EXAMPLES = [
     pytest.param(path, marks=SLOW.get(path.name, ()), id=path.name)
     for path in sorted((Path(__file__).parent.parent / "examples").glob("*.py"))

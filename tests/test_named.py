@@ -13,7 +13,7 @@ import pytest
 
 from cocofl import Experiment, simulate
 from cocofl.cli import main
-from cocofl.errors import CocoflError, KernelMissing, Untrusted
+from cocofl.errors import CocoflError, InvalidExperiment, KernelMissing, Untrusted
 from cocofl.flower.client import Device
 from cocofl.freeze import KernelPlan
 from cocofl.named import import_function, names_are_data, user_file, vouch_for
@@ -170,6 +170,18 @@ def test_a_device_takes_no_name_from_its_server(
     ):
         Device(node, 1, told)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["/elsewhere/own.csv", "../own.csv", "x/..", "/"])
+def test_a_device_reads_no_file_that_its_server_points_to(name: str, tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text("a,label\n1,x\n2,x\n")
+    settings = {"data": {"name": name}, "model": {"name": "resnet10-digits"}}
+    told = {"experiment": settings, "facts": {"class_names": ["x"], "mean": [0], "std": [1]}}
+    with pytest.raises(InvalidExperiment, match="put data-dir into its node config"):
+        Device({}, 1, told)
+    if name.endswith("own.csv"):  # in its own folder it is
+        with pytest.raises(InvalidExperiment, match=f"1×8×8, but {tmp_path}/own.csv has 1"):
+            Device({"data-dir": str(tmp_path)}, 1, told)
 
 
 def test_the_user_keeps_a_list_of_modules_to_trust(

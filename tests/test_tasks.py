@@ -104,8 +104,16 @@ def test_a_task_without_classes_is_learned_alike_by_both_engines(
 @pytest.mark.parametrize(
     ("data", "changes", "message"),
     [
-        ("brightness", {**NUMBERS, "training.loss": "cross_entropy"}, "expected squared_error"),
-        ("brightness", {"training.loss": "squared_error"}, "accuracy, which counts every pair"),
+        (
+            "brightness",
+            {**NUMBERS, "training.loss": "cross_entropy"},
+            "expected loss = .squared_error",
+        ),
+        (
+            "brightness",
+            {"training.loss": "squared_error"},
+            "accuracy, which reads classes or tokens",
+        ),
         ("brightness", {**NUMBERS, "data.split": "rc"}, "rc split goes by the class .* numbers"),
         ("successors", {**TEXTS, "data.split": "dirichlet"}, "dirichlet split goes by the class"),
     ],

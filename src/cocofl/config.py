@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from cocofl.checks import check_choice, check_number
+from cocofl.data.data_files import is_path
 from cocofl.errors import InvalidExperiment
 from cocofl.files import parsed_toml, read_limited
 from cocofl.fl.codec import Upload
@@ -51,7 +52,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """The data set, a registry name or ``package.module:function``, and who holds which part."""
+    """The data set, and who holds which part.
+
+    A registry name, a path (a CSV table, an NPZ file, a folder of images), or
+    ``package.module:function``.
+    """
 
     name: str = "digits"
     dir: str = ""
@@ -59,9 +64,16 @@ class Data:
     split: str = "rc"
     alpha: float = 0.1
     equal: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    """How a path is read (see :class:`~cocofl.data.UserData`); or arguments of the function."""
 
     def __post_init__(self) -> None:
         check_number("data.alpha", self.alpha, above=0)
+
+    @property
+    def title(self) -> str:
+        """What people call it: of a path the last part."""
+        return Path(self.name).name if is_path(self.name) else self.name
 
 
 @dataclass(frozen=True)
@@ -193,6 +205,7 @@ class Experiment:
         for section, key in _PATHS:
             if not content[section][key].startswith("measured:"):
                 content[section][key] = Path(content[section][key]).name
+        content["data"]["name"] = self.data.title
         content["data"].pop("dir")
         content["engine"] = {"kernels": self.engine.kernels, "precision": self.engine.precision}
         return Experiment.parse(content)
@@ -336,9 +349,10 @@ def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
         *sections, key = path.split(".")
         place = result
         for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
+            below = place.get(section, {})
+            if not isinstance(below, dict):
                 raise InvalidExperiment(f"{path}: {section} is a value, not a table")
+            place[section] = place = dict(below)  # the tables of who is changed stay as they are
         place[key] = value
     return result
 
@@ -381,6 +395,9 @@ def _make_absolute(content: dict[str, Any], folder: Path) -> None:
     devices = content.get("devices")
     groups = devices.get("groups") if isinstance(devices, dict) else None
     named = [(content.get(section), key) for section, key in _PATHS]
+    data = content.get("data")
+    if isinstance(data, dict) and is_path(str(data.get("name"))):
+        named.append((data, "name"))
     if isinstance(groups, list):
         named += [(group, "trace") for group in groups]
     for table, key in named:

@@ -19,7 +19,7 @@ from data_files import pixels, png, write_cifar10, write_parquet
 from PIL import Image
 
 from cocofl import data
-from cocofl.data import language, vision
+from cocofl.data import images, language, vision
 from cocofl.data.origin import Origin
 from cocofl.errors import CocoflError, DataNotFound, InvalidData
 from cocofl.named import import_ours
@@ -359,11 +359,14 @@ def test_ones_own_function_needs_no_registration(tmp_path):
 @pytest.mark.parametrize(
     ("made", "complaint"),
     [
-        (None, "returned NoneType; expected a dict with train and test"),
+        (None, r"gave NoneType; expected \(inputs, labels\).* or a dict with train and test"),
         ({"train": 1, "test": 2}, r"expected \(inputs, labels\)"),
-        ({"train": (np.zeros((2, 3)), [0, 1]), "test": ()}, "inputs are float64 of shape"),
-        ({"train": (np.zeros((2, 3), int), [0]), "test": ()}, "for each an integer .a class."),
-        ({"train": (np.full((1, 3), -1), [0]), "test": ()}, "token ids must lie between"),
+        ({"train": (np.zeros((2, 3)), [0, 1]), "test": ()}, "a tuple of 0; expected"),
+        ({"test": (np.zeros((2, 3)), [0, 1])}, "none to train on"),
+        ({"train": (np.zeros((2, 3), complex), [0, 1])}, "inputs are complex128 of shape"),
+        ({"train": (np.zeros((2, 3), int), [0])}, "2 inputs and 1 labels"),
+        ({"train": (np.zeros((2, 3), int), [None, 1])}, "a label is a NoneType"),
+        ({"train": (np.full((2, 3), -1), [0, 0])}, "token ids must lie between"),
         ({"train": (np.zeros((1, 3), int), [0], [1, 2]), "test": ()}, "owners of shape"),
         (
             {"train": (np.zeros((1, 3), int), [-1]), "test": (np.zeros((1, 3), int), [0])},
@@ -609,7 +612,7 @@ def test_an_image_of_gigapixels_is_not_decoded():
     buffer = io.BytesIO()
     Image.new("1", (9000, 9000)).save(buffer, "PNG")
     with pytest.raises(InvalidData, match="announces 9000x9000 pixels"):
-        vision.decode(buffer.getvalue(), (32, 32, 3), "it", resize=True)
+        images.decode(buffer.getvalue(), (32, 32, 3), "it", resize=True)
 
 
 def test_an_origin_says_where_it_is(root):

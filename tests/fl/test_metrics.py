@@ -47,6 +47,32 @@ def test_loss_and_squared_error_are_means_over_samples() -> None:
     assert one.value(sums.numpy()) == 2.0
 
 
+def value_of(name: str, outputs: list[Any], labels: torch.Tensor) -> float:
+    """Over two mini-batches."""
+    one, given = metric(name), torch.tensor(outputs)
+    parts = [one.sums(given[part], labels[part], 0).numpy() for part in (slice(0, 1), slice(1, 4))]
+    return one.value(parts[0] + parts[1])
+
+
+def test_several_labels_are_counted_one_by_one() -> None:
+    outputs = [[1.0, -1.0, -1.0], [2.0, 1.0, -1.0], [-1.0, 3.0, -1.0], [-1.0, -1.0, -1.0]]
+    labels = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]], dtype=torch.uint8)
+    # The first: right, false, missed, left out; the second always right; the third never there.
+    assert value_of("label_accuracy", outputs, labels) == pytest.approx(10 / 12)
+    assert value_of("label_f1", outputs, labels) == pytest.approx((0.5 + 1.0) / 2)
+
+
+def test_errors_of_numbers() -> None:
+    outputs, labels = [[1.0], [2.0], [3.0], [2.0]], torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert value_of("rmse", outputs, labels) == 2.0
+    assert value_of("mae", outputs, labels) == 1.0
+    assert value_of("r2", outputs, labels) == pytest.approx(1 - 16 / 14)
+    assert not metric("rmse").facts.higher_is_better
+    rows = torch.tensor([[1e6, 1.0], [1e6 + 1, 1.0], [1e6 + 2, 1.0], [1e6 + 3, 1.0]])
+    assert value_of("r2", rows.tolist(), rows) == 1.0  # of what never changes nothing is said
+    assert np.isnan(value_of("r2", [[1.0]] * 4, torch.ones(4)))
+
+
 def test_unknown_metrics_are_named() -> None:
     with pytest.raises(InvalidSetting, match=r"unknown metric 'acuracy' .did you mean accuracy"):
         metric("acuracy")

@@ -29,6 +29,7 @@ class WidthTables:
 
     n_blocks: int = 3
     is_text: bool = False
+    labels: str = "classes"
 
     def spans(self, variant: str | None = None) -> ProfileTable:
         raise AssertionError(variant)

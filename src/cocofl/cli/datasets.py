@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,14 @@ import typer
 from numpy.typing import NDArray
 
 from cocofl import data
-from cocofl.cli.printing import Json, check_writable, print_json, print_text_table, starting
+from cocofl.cli.printing import (
+    Json,
+    check_writable,
+    key_values,
+    print_json,
+    print_text_table,
+    starting,
+)
 from cocofl.named import vouch_for
 from cocofl.report.sources import Holdings, printable
 from cocofl.report.tables import TextTable
@@ -24,6 +32,10 @@ GROUPS_OF_THREE = ("strong", "medium", "weak")
 DataDir = Annotated[
     Path | None,
     typer.Option(help="A folder of data sets in the Hub's layout; default: $COCOFL_DATA."),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", help="key=value of data.options, like labels=class; repeatable."),
 ]
 
 
@@ -52,7 +64,7 @@ def data_show(
     name: Annotated[
         str,
         typer.Argument(
-            help="A name from `data list`, or package.module:function.",
+            help="A name from `data list`, a path, or package.module:function.",
             autocompletion=starting(data.REGISTRY),
         ),
     ],
@@ -66,6 +78,7 @@ def data_show(
     unequal: Annotated[bool, typer.Option("--unequal", help="Keep the drawn sizes.")] = False,
     preset: Annotated[str, typer.Option(help="standard, or paper: what it uses.")] = "standard",
     data_dir: DataDir = None,
+    options: Options = None,
     out: Annotated[Path | None, typer.Option(help="Default: NAME-SPLIT.png.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -76,10 +89,11 @@ def data_show(
     # Drawing takes longer to import than everything else here.
     from cocofl.report.drawing import save_bubble_chart  # noqa: PLC0415
 
-    path = out or Path(f"{name.replace(':', '.')}-{split}.png")
+    path = out or Path(f"{re.sub(r'[:/]', '.', name)}-{split}.png")
     check_writable(path, "--out")
     vouch_for(name)
-    train = data.load(name, data_dir=data_dir, preset=preset).train
+    said = key_values(options, "--option", "labels=class")
+    train = data.load(name, data_dir=data_dir, preset=preset, options=said).train
     group_of = data.partition.equal_groups(devices, groups, seed)
     rule = data.Rule(split, alpha, not unequal)
     partition = data.divide(train, devices, seed, rule, group_of)

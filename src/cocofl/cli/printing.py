@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from cocofl.errors import InvalidSetting
+from cocofl.config import parse_value
+from cocofl.errors import InvalidExperiment, InvalidSetting
 from cocofl.report.tables import TextTable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -45,6 +46,17 @@ def print_text_table(shown: TextTable) -> None:
 def print_json(value: Any) -> None:
     """Print data for other programs."""
     print(json.dumps(value, indent=2))
+
+
+def key_values(given: Iterable[str] | None, option: str, example: str) -> dict[str, Any]:
+    """What a repeatable option ``key=value`` says, with values as in TOML."""
+    found = {}
+    for one in given or ():
+        key, equals, value = one.partition("=")
+        if not equals:
+            raise InvalidExperiment(f"{option} {one}: expected key=value, like {example}")
+        found[key.strip()] = parse_value(value.strip())
+    return found
 
 
 @contextmanager

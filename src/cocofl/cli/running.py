@@ -18,6 +18,7 @@ from cocofl.cli.printing import (
     Json,
     Trust,
     check_writable,
+    key_values,
     numbers,
     print_json,
     print_text_table,
@@ -25,7 +26,7 @@ from cocofl.cli.printing import (
     words,
 )
 from cocofl.comparison import compare as compare_strategies
-from cocofl.config import Experiment, parse_value
+from cocofl.config import Experiment
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import CocoflError, InvalidExperiment, InvalidSetting
 from cocofl.experiment import Run, evaluate_run, simulate
@@ -305,12 +306,7 @@ def read_experiment(
     What the user's own file names is imported; what lies in a run folder was written by a program,
     and may come from anywhere.
     """
-    pairs = dict(defaults)
-    for change in changes or []:
-        key, equals, value = change.partition("=")
-        if not equals:
-            raise InvalidExperiment(f"--set {change}: expected key=value, like training.lr=0.05")
-        pairs[key.strip()] = parse_value(value.strip())
+    pairs = {**defaults, **key_values(changes, "--set", "training.lr=0.05")}
     experiment = Experiment.load(file, pairs) if file else Experiment().changed(pairs)
     in_a_run = file is not None and any((file.parent / one).exists() for one in (ABOUT, METRICS))
     vouch_for(*[EVERYTHING] * trust, *(names_in(pairs) if in_a_run else experiment.names()))

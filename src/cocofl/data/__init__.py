@@ -8,6 +8,7 @@
 """
 
 from cocofl.data import partition
+from cocofl.data.given import UserData
 from cocofl.data.partition import RULES, Partition, Rule, divide
 from cocofl.data.registry import REGISTRY, DataSet, Listing, listing, load
 from cocofl.data.samples import Facts, Samples, normalise, open_samples
@@ -21,6 +22,7 @@ __all__ = [
     "Partition",
     "Rule",
     "Samples",
+    "UserData",
     "divide",
     "listing",
     "load",

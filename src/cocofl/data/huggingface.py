@@ -14,7 +14,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from cocofl.data.given import Columns, Images, Inputs
 from cocofl.data.origin import Origin
+from cocofl.data.stable_random import Ints
 from cocofl.errors import DataNotFound, InvalidData
 
 BATCH_ROWS = 1000
@@ -70,7 +72,8 @@ class Table:
                 # A path inside a file could name anything on this machine; only bytes are taken.
                 if cell is None or cell["bytes"] is None:
                     raise InvalidData(
-                        f"{self.where}: row {begin + offset} has no image bytes in column {name}"
+                        f"{self.where}: row {begin + offset} has no image bytes in column {name}; "
+                        "where it names files, let the folder of these be the data set"
                     )
                 yield cell["bytes"]
 
@@ -89,6 +92,46 @@ class Table:
                 f"missing; expected {expected} in every row"
             )
         return column
+
+
+def columns(rows: Any, where: str) -> Columns:
+    """A ``datasets.Dataset`` of the user's as a table."""
+    if not isinstance(rows, datasets.Dataset):
+        raise InvalidData(
+            f"{where} gave {type(rows).__name__}; expected a datasets.Dataset, which can be "
+            "counted and read in any order"
+        )
+    table = Table(rows, where)
+
+    def read(name: str) -> Inputs:
+        if isinstance(rows.features[name], datasets.Image):
+            return _images(table, name)
+        if isinstance(rows.features[name], datasets.Audio):
+            raise InvalidData(f"{where}: column {name} holds sound; give windows of it as floats")
+        arrow = rows.select_columns([name]).with_format("arrow")[:][name]
+        if arrow.null_count:
+            raise InvalidData(f"{where}: column {name} has {arrow.null_count} values missing")
+        if pa.types.is_string(arrow.type) or pa.types.is_large_string(arrow.type):
+            return [str(value) for value in arrow.to_pylist()]
+        try:
+            return np.asarray(rows.select_columns([name]).with_format("numpy")[:][name])
+        except ValueError:  # rows of different lengths
+            return arrow.to_pylist()  # type: ignore[no-any-return]
+
+    return Columns(rows.column_names, read, where, lambda name: _names_of(rows.features[name]))
+
+
+def _names_of(feature: Any) -> tuple[str, ...]:
+    """The names of classes, one per row or several."""
+    inner = getattr(feature, "feature", feature)
+    return tuple(getattr(inner, "names", None) or ())
+
+
+def _images(table: Table, name: str) -> Images:
+    def read(rows: Ints) -> Iterator[bytes]:
+        return table.take(rows).encoded_images(name)
+
+    return Images(np.arange(len(table)), read, f"{table.rows._fingerprint}/{name}")
 
 
 @contextmanager

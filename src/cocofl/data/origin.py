@@ -32,7 +32,7 @@ class Origin:
         """Differs when the files differ, so that a cache of other files is never used."""
         digest = hashlib.sha256(f"hub:{self.hub}".encode())
         if self.folder:
-            for line in _listing(self.folder):
+            for line in folder_listing(self.folder):
                 digest.update(line.encode())
         return digest.hexdigest()[:16]
 
@@ -78,7 +78,8 @@ def enough(n_wanted: int, n_found: int, what: str, where: str) -> int:
     return n_wanted
 
 
-def _listing(folder: Path) -> Iterator[str]:
+def folder_listing(folder: Path) -> Iterator[str]:
+    """Lines that differ when files are added, removed or changed."""
     for parent, folders, names in os.walk(folder):
         folders.sort()
         here = Path(parent)

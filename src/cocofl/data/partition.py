@@ -25,6 +25,9 @@ from cocofl.errors import InvalidPartition
 from cocofl.named import nearest
 from cocofl.rng import stream
 
+COUNTED = ("classes", "multilabel")
+"""Labels of which a device has so many of each: see :func:`class_counts`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Partition:
@@ -146,8 +149,8 @@ def by_play(
     names, play_of = np.unique(codes, return_inverse=True)
     if len(names) < len(group_devices):
         raise InvalidPartition(
-            f"{len(names)} plays cannot be distributed over {len(group_devices)} groups of "
-            "devices; use fewer groups, or load more plays"
+            f"{len(names)} plays (or other owners) cannot be distributed over "
+            f"{len(group_devices)} groups of devices; use fewer groups, or load more of them"
         )
     target = group_devices / devices * len(codes)
     group_of_play = _fill_evenly(np.bincount(play_of), target, rng)
@@ -168,7 +171,7 @@ def natural(owners: ArrayLike, devices: int, seed: int) -> Partition:
     names, owner_of = np.unique(codes, return_inverse=True)
     if len(names) < devices:
         raise InvalidPartition(
-            f"{len(names)} owners (writers, patients, plays) cannot fill {devices} devices without "
+            f"{len(names)} owners (people, writers, plays) cannot fill {devices} devices without "
             f"dividing one; use at most {len(names)} devices, or the iid split"
         )
     rng = stream(seed, "partition.natural")
@@ -197,9 +200,21 @@ def class_counts(
     num_classes: int,
     groups: Sequence[int] | Ints | None = None,
 ) -> Ints:
-    """Samples per device and class, or per group of devices and class."""
+    """Samples per device and class, or per group of devices and class.
+
+    Where samples have several labels (rows of 0 and 1), one counts for each that it has.
+
+    >>> split = iid([0, 0], devices=2, seed=0)
+    >>> class_counts(split, [[1, 1, 0], [1, 1, 0]], 3).tolist()
+    [[1, 1, 0], [1, 1, 0]]
+    """
     devices = len(partition)
     row_of = np.arange(devices) if groups is None else _checked_groups(groups, devices)
+    if np.ndim(labels) == 2:
+        found = np.zeros((int(row_of.max()) + 1, num_classes), np.int64)
+        rows = np.asarray(labels)[partition.indices]
+        np.add.at(found, np.repeat(row_of, partition.sizes), rows)
+        return found
     codes = _checked_labels(labels, devices)[partition.indices]
     n_rows = int(row_of.max()) + 1
     cells = np.repeat(row_of, partition.sizes) * num_classes + codes
@@ -274,8 +289,8 @@ def _goes_by(data: Samples, name: str, takes: Collection[str]) -> ArrayLike:
         return np.zeros(len(data), np.int64)
     if data.owners is None:
         raise InvalidPartition(
-            f"the {name} split needs to know who owns each sample (a play, writer or "
-            "patient), and this data set does not say; use iid, dirichlet or rc"
+            f"the {name} split needs to know who owns each sample (a person, writer or play), and "
+            "this data set does not say; name the column (owners), or use iid, dirichlet or rc"
         )
     return data.owners
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from cocofl.data import data_files
 from cocofl.data import origin as origins
+from cocofl.data.given import UserData
 from cocofl.data.origin import Origin
 from cocofl.data.samples import PARTS, Facts, NewSamples, Samples, open_samples, write_samples
-from cocofl.data.user_data import read_own
+from cocofl.data.user_data import call_own, new_parts
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.named import import_ours, nearest
 
@@ -107,25 +110,55 @@ class Listing:
     """Where it is, or how to get it."""
 
 
-def load(name: str = "digits", *, data_dir: Folder = None, preset: str = "standard") -> DataSet:
-    """Load a data set by name, or one's own by ``package.module:function``.
+def load(
+    name: str | UserData = "digits",
+    *,
+    data_dir: Folder = None,
+    preset: str = "standard",
+    options: Mapping[str, Any] | None = None,
+) -> DataSet:
+    """Load a data set by name, or one's own: a path, or a ``package.module:function``.
 
     From the cache if it is there, whole and made of the same files; otherwise from ``data_dir``
     (or the folders in ``COCOFL_DATA``), or, when neither is given, from the Hub. One's own function
     is called every time, since nobody else knows whether its data has changed; the file, under a
     checksum of its content, serves to share the arrays between worker processes.
+
+    ``options`` say how a path is read (see :class:`~cocofl.data.given.UserData`), or are further
+    keyword arguments of one's own function.
     """
+    options = options or {}
+    if isinstance(name, UserData):
+        return _load_own("data", name)
+    if data_files.is_path(name):
+        return _load_path(name, data_dir, options)
     if ":" in name:
         roots = origins.data_dirs(data_dir)
-        parts, checksum = read_own(name, roots[0] if roots else None)
-        paths = _cache_paths(f"own/{name.replace(':', '.')}", checksum)
-        return _load_or_build(name, paths, lambda: nullcontext(parts))
+        return _load_own(name, call_own(name, roots[0] if roots else None, options))
     source = find_source(name)
+    if options:
+        raise DataNotFound(
+            f"data.options are for data of your own, a path or package.module:function; {name} "
+            "takes none"
+        )
     if preset not in PRESETS:
         raise DataNotFound(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
     origin = locate(name, source, data_dir)
     paths = _cache_paths(name, f"{preset}-{origin.fingerprint()}")
     return _load_or_build(name, paths, lambda: _builder(source)(origin, preset))
+
+
+def _load_own(name: str, data: UserData) -> DataSet:
+    parts, checksum = new_parts(data, name)
+    return _load_or_build(name, _own_paths(name, checksum), lambda: nullcontext(parts))
+
+
+def _load_path(name: str, data_dir: Folder, options: Mapping[str, Any]) -> DataSet:
+    path = data_files.find(name, origins.data_dirs(data_dir))
+    data = UserData.with_options(path, options)
+    known = data_files.fingerprint(path, options)
+    build = lambda: nullcontext(new_parts(data, name)[0])  # noqa: E731
+    return _load_or_build(name, _own_paths(path.name, known), build)
 
 
 def find_source(name: str) -> Source:
@@ -134,7 +167,7 @@ def find_source(name: str) -> Source:
         return REGISTRY[name]
     raise DataNotFound(
         f"no data set {name!r}{nearest(name, REGISTRY)}; known: {', '.join(REGISTRY)}; or one's "
-        "own as package.module:function"
+        "own as package.module:function, or a path (data.csv, data.npz, ./folder)"
     )
 
 
@@ -209,6 +242,10 @@ def _builder(
 
 def _cache_paths(name: str, key: str) -> dict[str, Path]:
     return {part: origins.cache_dir() / name / f"{key}-{part}.safetensors" for part in PARTS}
+
+
+def _own_paths(name: str, key: str) -> dict[str, Path]:
+    return _cache_paths(f"own/{re.sub(r'[^A-Za-z0-9._-]', '.', name)[-80:]}", key)
 
 
 def _load_or_build(

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cocofl.checks import Amount, Check, check_of, in_short
+from cocofl.data.statistics import NumberStatistics, PixelStatistics, Statistics
 from cocofl.errors import InvalidData
 from cocofl.files import check_plain, parsed_json, replacing
 
@@ -32,6 +33,8 @@ PARTS = ("train", "test")
 FORMAT = "cocofl.split.1"
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_FILE_BYTES = 2**40
+MOST_CHANNELS = 2**16
+"""Of images, and features of a table: each has a mean and a deviation in the header."""
 DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "F32": np.dtype("<f4"),
@@ -42,16 +45,29 @@ DTYPES: dict[str, np.dtype[Any]] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Array = NDArray[Any]
+Task = Literal["image", "text", "numeric"]
+LabelKind = Literal["classes", "tokens", "multilabel", "numbers"]
+STORED_AS: dict[str, tuple[str, ...]] = {
+    "image": ("U8",),
+    "text": ("U8", "U16", "I32"),
+    "numeric": ("F32",),
+    "classes": ("I64",),
+    "tokens": ("I64",),
+    "multilabel": ("U8",),
+    "numbers": ("F32",),
+}
+"""By what inputs and labels are, how they may lie in the file."""
 
 
 @dataclass(frozen=True)
 class Facts:
     """What there is to know about a part besides its samples."""
 
-    task: Literal["image", "text"]
+    task: Task
+    """What a sample is: uint8 pixels, token ids, or numbers of any shape."""
     class_names: tuple[str, ...]
     mean: tuple[float, ...] = ()
-    """Per channel, of the training part, with pixels from 0 to 1."""
+    """Per channel or feature, of the training part unless given; pixels count from 0 to 1."""
     std: tuple[float, ...] = ()
     channels: int = 0
     """Images only: a grey image is stored once and shown in this many channels."""
@@ -62,13 +78,23 @@ class Facts:
     owner_kind: str = ""
     """What the samples' owners are: ``writer``, ``patient``, ``play``; empty when unknown."""
     owner_names: tuple[str, ...] = ()
-    labels: Literal["classes", "tokens", "numbers"] = "classes"
-    """What each sample has: one class; a class per position; or numbers, which have no classes."""
+    labels: LabelKind = "classes"
+    """What each sample has: one class; a class per position; any of several; or numbers."""
 
     @property
     def num_classes(self) -> int:
         """How many classes the labels distinguish, or how many numbers each sample has."""
         return len(self.class_names)
+
+    def normalisation(self, dimensions: int) -> tuple[Array, Array]:
+        """What is taken off inputs of so many dimensions, and by what the rest is multiplied."""
+        unit = np.float32(255 if self.task == "image" else 1)
+        mean = np.asarray(self.mean, np.float32) * unit
+        scale = np.float32(1) / (np.asarray(self.std, np.float32) * unit)
+        if self.task == "numeric":  # channels come first
+            shape = (-1, *[1] * (dimensions - 2))
+            return mean.reshape(shape), scale.reshape(shape)
+        return mean, scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +105,8 @@ class NewSamples:
     labels: NDArray[Any]
     sample_shape: tuple[int, ...]
     inputs: Iterable[NDArray[Any]]
-    """Chunks of samples in the order of the labels; uint8 pixels (n, height, width, 1 or 3), or
-    uint8 or uint16 token ids (n, length)."""
+    """Chunks of samples in the order of the labels; uint8 pixels (n, height, width, channels),
+    integer token ids (n, length), or float32 numbers (n, channels or features, …)."""
     dtype: str = "uint8"
     owners: NDArray[Any] | None = None
     tokenizer: bytes = b""
@@ -93,7 +119,8 @@ class Samples:
     """Samples and labels in a memory-mapped file, with the facts about them.
 
     Pixels are uint8 in (sample, height, width, channel) order: permuted to PyTorch's order this
-    *is* channels_last, without a copy. Sending a part to a worker process sends its path only.
+    *is* channels_last, without a copy. Numbers are float32 in PyTorch's own order. Sending a part
+    to a worker process sends its path only.
     """
 
     path: Path
@@ -160,24 +187,30 @@ def open_samples(path: Path, *, verify: bool = False) -> Samples:
     return Samples(path, facts, inputs, views["labels"], views.get("owners"), tokenizer)
 
 
-def normalise(pixels: NDArray[np.uint8], facts: Facts) -> NDArray[np.float32]:
-    """Pixels with the data set's mean taken off and its standard deviation divided out.
+def normalise(inputs: Array, facts: Facts) -> NDArray[np.float32]:
+    """Pixels or numbers less the data set's mean, divided by its standard deviation.
 
     >>> facts = Facts("image", ("a", "b"), mean=(0.5,), std=(0.25,), channels=1)
     >>> normalise(np.full((1, 1, 1, 1), 255, np.uint8), facts).ravel().tolist()
     [2.0]
     """
-    mean = np.asarray(facts.mean, np.float32) * np.float32(255)
-    scale = np.float32(1) / (np.asarray(facts.std, np.float32) * np.float32(255))
-    return np.asarray((pixels.astype(np.float32) - mean) * scale)
+    mean, scale = facts.normalisation(inputs.ndim)
+    return np.asarray((inputs.astype(np.float32) - mean) * scale)
 
 
 def check_labels(labels: NDArray[Any], facts: Facts, where: str) -> NDArray[Any]:
-    """Labels as int64, numbers as float32; else :class:`InvalidData` that names the first wrong."""
+    """Labels as they are stored, or :class:`InvalidData` that names the first wrong one."""
     if facts.labels == "numbers":
         if labels.dtype.kind not in "iuf" or labels.ndim > 2 or not np.isfinite(labels).all():
             raise InvalidData(f"{where}: labels must be finite numbers, one or a row per sample")
         return labels.astype(np.float32, copy=False)
+    if facts.labels == "multilabel":
+        if labels.shape[1:] != (facts.num_classes,) or not np.isin(labels, (0, 1)).all():
+            raise InvalidData(
+                f"{where}: labels must be {facts.num_classes} times 0 or 1 per sample, "
+                f"got {labels.dtype} of shape {labels.shape}"
+            )
+        return labels.astype(np.uint8, copy=False)
     return check_codes(labels, facts.num_classes, where, 2 if facts.labels == "tokens" else 1)
 
 
@@ -221,15 +254,16 @@ def _write(file: IO[bytes], new: NewSamples, labels: Array) -> Facts:
     shapes["inputs"] = (dtype, (len(labels), *new.sample_shape))
     if new.tokenizer:
         shapes["tokenizer"] = (DTYPES["U8"], (len(new.tokenizer),))
+    statistics = _statistics(new)
     # Statistics and checksum are known only at the end: leave room for their digits.
-    placeholder = replace(new.facts, mean=(math.pi,) * 4, std=(math.pi,) * 4)
+    longest = (-math.pi * 1e-200,) * max(4, new.facts.channels, new.sample_shape[0])
+    placeholder = new.facts if statistics is None else replace(new.facts, mean=longest, std=longest)
     room = -(-(len(_header(shapes, placeholder, 0)) + 256) // 64) * 64
     file.write(bytes(8 + room))
     checksum = n_written = 0
     for array in small.values():
         checksum = zlib.crc32(array.data, checksum)
         file.write(array.data)
-    counts = np.zeros((new.sample_shape[-1], 256), np.int64)
     for chunk in new.inputs:
         assert chunk.shape[1:] == new.sample_shape, f"{chunk.shape} for {new.sample_shape}"
         assert chunk.dtype == dtype, f"{chunk.dtype} for {dtype}"
@@ -237,9 +271,8 @@ def _write(file: IO[bytes], new: NewSamples, labels: Array) -> Facts:
         checksum = zlib.crc32(data.data, checksum)
         file.write(data.data)
         n_written += len(data)
-        if new.facts.task == "image" and not new.facts.mean:
-            for channel, values in enumerate(data.reshape(-1, len(counts)).T):
-                counts[channel] += np.bincount(values, minlength=256)
+        if statistics is not None:
+            statistics.add(data)
     if n_written != len(labels):
         raise InvalidData(
             f"there are {n_written} inputs and {len(labels)} labels: there must be one input per "
@@ -247,7 +280,11 @@ def _write(file: IO[bytes], new: NewSamples, labels: Array) -> Facts:
         )
     checksum = zlib.crc32(new.tokenizer, checksum)
     file.write(new.tokenizer)
-    facts = _with_statistics(new.facts, counts) if counts.any() else new.facts
+    facts = new.facts
+    if statistics is not None and n_written and not facts.mean:
+        mean, std = statistics.moments()
+        repeats = facts.channels // len(mean) if facts.task == "image" else 1
+        facts = replace(facts, mean=mean * repeats, std=std * repeats)
     checksum = zlib.crc32(_header(shapes, facts, 0).ljust(room), checksum)
     header = _header(shapes, facts, checksum)
     assert len(header) <= room
@@ -256,21 +293,16 @@ def _write(file: IO[bytes], new: NewSamples, labels: Array) -> Facts:
     return facts
 
 
-def _with_statistics(facts: Facts, counts: NDArray[np.int64]) -> Facts:
-    """Mean and deviation from how often a channel has each value.
+def _statistics(new: NewSamples) -> Statistics | None:
+    """What mean and deviation are made of, where they are not known already.
 
-    In integers, thus exact, whatever the chunks are.
+    Numbers are looked at in any case: all must be finite.
     """
-    n, values = int(counts[0].sum()), np.arange(256)
-    sums, squares = (counts @ values).tolist(), (counts @ values**2).tolist()
-    mean = [total / n / 255 for total in sums]
-    variance = [
-        (n * square - total * total) / (n * n) for total, square in zip(sums, squares, strict=True)
-    ]
-    # A channel without any contrast divides by one instead of by zero.
-    std = [math.sqrt(value) / 255 or 1.0 for value in variance]
-    repeats = facts.channels // len(mean)
-    return replace(facts, mean=tuple(mean * repeats), std=tuple(std * repeats))
+    if new.facts.task == "numeric":
+        return NumberStatistics(new.sample_shape[0])
+    if new.facts.task == "image" and not new.facts.mean:
+        return PixelStatistics(new.sample_shape[-1])
+    return None
 
 
 def _header(
@@ -288,14 +320,15 @@ def _header(
 
 
 _FACTS: dict[str, Check] = {
-    "task": check_of(Literal["image", "text"]),
+    "task": check_of(Task),
     "class_names": check_of(list[str]),
-    **dict.fromkeys(("mean", "std"), check_of(list[Amount])),
+    "mean": check_of(list[float]),
+    "std": check_of(list[Amount]),
     **dict.fromkeys(("channels", "vocab_size"), check_of(int)),
     "pad_id": check_of(int | None),
     "owner_kind": check_of(str),
     "owner_names": check_of(list[str]),
-    "labels": check_of(Literal["classes", "tokens", "numbers"]),
+    "labels": check_of(LabelKind),
 }
 _is_entry = check_of(dict[str, str | list[int]])
 
@@ -331,8 +364,9 @@ def _parse(header: Any, data: NDArray[np.uint8]) -> tuple[dict[str, Array], Fact
         begin = end
     if begin != len(data):
         raise ValueError(f"{begin} bytes of data announced, {len(data)} found")
-    if views["labels"].dtype != DTYPES["F32" if facts.labels == "numbers" else "I64"]:
-        raise ValueError(f"{facts.labels} are stored as {views['labels'].dtype}")
+    for name, kind in (("inputs", facts.task), ("labels", facts.labels)):
+        if views[name].dtype not in [DTYPES[stored] for stored in STORED_AS[kind]]:
+            raise ValueError(f"{name} are {kind}, but stored as {views[name].dtype}")
     _check_shapes({name: view.shape for name, view in views.items()}, facts)
     return views, facts, int(metadata["crc32"], 16)
 
@@ -346,6 +380,10 @@ def _check_shapes(shapes: dict[str, tuple[int, ...]], facts: Facts) -> None:
     if facts.task == "image" and not (
         len(sample_shape) == 3
         and sample_shape[-1] in (1, facts.channels)
-        and 1 <= facts.channels == len(facts.mean) == len(facts.std) <= 4
+        and 1 <= facts.channels == len(facts.mean) == len(facts.std) <= MOST_CHANNELS
     ):
         raise ValueError(f"images of {sample_shape} in {facts.channels} channels")
+    if facts.task == "numeric" and not (
+        sample_shape and 1 <= sample_shape[0] == len(facts.mean) == len(facts.std) <= MOST_CHANNELS
+    ):
+        raise ValueError(f"{sample_shape} numbers with {len(facts.mean)} means")

@@ -1,117 +1,362 @@
-"""The user's own data: a function that returns arrays, and nothing else to write or register."""
+"""The user's own data, as it is: from what a function returns, or a file holds, to new samples."""
 
 from __future__ import annotations
 
-import math
+import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
-from cocofl.data.samples import PARTS, Facts, NewSamples, number_owners
+from cocofl.data.data_files import columns_of, read_path
+from cocofl.data.given import Given, Images, UserData
+from cocofl.data.labels import Labels, check_names, read_labels
+from cocofl.data.samples import (
+    MOST_CHANNELS,
+    PARTS,
+    Array,
+    Facts,
+    NewSamples,
+    Task,
+    number_owners,
+)
+from cocofl.data.stable_random import hold_out
+from cocofl.data.tokenizing import token_ids, tokenizer_of
 from cocofl.errors import DataNotFound, InvalidData
-from cocofl.named import import_function
+from cocofl.named import import_function, import_ours
 
-MAX_TOKEN_ID = 2**16 - 1
+MAX_TOKEN_ID = 2**31 - 1
+CHUNK_SAMPLES = 4096
+_WAYS = (
+    "expected (inputs, labels) or (inputs, labels, owners), arrays by name, a datasets.Dataset, a "
+    "PyTorch data set, or a path"
+)
 
-
-class _Arrays(NamedTuple):
-    inputs: NDArray[Any]
-    labels: NDArray[Any]
-    owners: NDArray[Any] | None
-
-
-def read_own(name: str, folder: Path | None) -> tuple[dict[str, NewSamples], str]:
-    """Call ``package.module:function`` with the data folder; its samples, and their checksum.
-
-    The function returns ``{"train": (inputs, labels), "test": (inputs, labels)}``, each tuple with
-    the owners of the samples as a third item if there are any. Inputs are uint8 images
-    (n, height, width, 1 or 3) or integer token ids (n, length). Labels are integers, one class per
-    sample (n) or position (n, length); or floats, (n) or (n, k), which the network predicts.
-    """
-    made = import_function(name, DataNotFound)(folder)
-    if not isinstance(made, Mapping) or not set(PARTS) <= set(made):
-        raise InvalidData(
-            f"{name} returned {type(made).__name__}; expected a dict with train and test, "
-            "each a tuple (inputs, labels) or (inputs, labels, owners)"
-        )
-    given = {part: _checked(made[part], f"{name}, {part}") for part in PARTS}
-    if given["train"].inputs.shape[1:] != given["test"].inputs.shape[1:]:
-        raise InvalidData(
-            f"{name}: train has samples of {given['train'].inputs.shape[1:]}, "
-            f"test of {given['test'].inputs.shape[1:]}; they must be alike"
-        )
-    shapes = {arrays.labels.shape[1:] for arrays in given.values()}
-    kinds = {_kind(arrays.labels) for arrays in given.values()}
-    if len(shapes) > 1 or len(kinds) > 1:
-        raise InvalidData(f"{name}: the labels of train and test are not alike")
-    if kinds == {"numbers"}:
-        num_classes = math.prod(*shapes)
-    else:
-        num_classes = 1 + max(int(arrays.labels.max()) for arrays in given.values())
-    vocab_size = 1 + max(int(arrays.inputs.max()) for arrays in given.values())
-    parts, checksum = {}, 0
-    for part, arrays in given.items():
-        parts[part] = _new_samples(arrays, num_classes, vocab_size, f"{name}, {part}")
-        for array in arrays:
-            if array is not None:
-                checksum = zlib.crc32(f"{array.dtype}{array.shape}".encode(), checksum)
-                checksum = zlib.crc32(array.tobytes(), checksum)
-    return parts, f"{checksum:08x}"
+NewParts = dict[str, NewSamples]
 
 
-def _checked(made: Any, where: str) -> _Arrays:
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise InvalidData(
-            f"{where}: expected (inputs, labels) or (inputs, labels, owners), "
-            f"got {type(made).__name__}"
-        )
-    inputs, labels = np.asarray(made[0]), np.asarray(made[1])
-    owners = np.asarray(made[2]) if len(made) == 3 else None
-    image = inputs.dtype == np.uint8 and inputs.ndim == 4 and inputs.shape[-1] in (1, 3)
-    text = inputs.dtype.kind in "iu" and inputs.ndim == 2
-    if not (image or text):
-        raise InvalidData(
-            f"{where}: inputs are {inputs.dtype} of shape {inputs.shape}; expected uint8 images "
-            "(n, height, width, 1 or 3) or integer token ids (n, length)"
-        )
-    good = labels.dtype.kind in "iuf" and labels.ndim in (1, 2) and labels.size > 0
-    if not len(inputs) or not good or len(labels) != len(inputs):
-        raise InvalidData(
-            f"{where}: {len(inputs)} inputs and labels of {labels.dtype} and shape "
-            f"{labels.shape}; expected at least one sample, and for each an integer (a class), a "
-            "row of integers (of tokens), or numbers"
-        )
-    if text and not 0 <= inputs.min() <= inputs.max() <= MAX_TOKEN_ID:
-        raise InvalidData(f"{where}: token ids must lie between 0 and {MAX_TOKEN_ID}")
-    if owners is not None and owners.shape != labels.shape[:1]:
-        raise InvalidData(f"{where}: {len(labels)} labels, but owners of shape {owners.shape}")
-    return _Arrays(inputs, labels, owners)
+def call_own(name: str, folder: Path | None, options: Mapping[str, Any]) -> UserData:
+    """What ``package.module:function`` says its data is, given the data folder and options."""
+    try:
+        made = import_function(name, DataNotFound)(folder, **options)
+    except TypeError as error:
+        if not options:
+            raise
+        raise InvalidData(f"{name} cannot take data.options {dict(options)}: {error}") from error
+    return made if isinstance(made, UserData) else UserData(made)
 
 
-def _new_samples(arrays: _Arrays, num_classes: int, vocab_size: int, where: str) -> NewSamples:
-    codes, names = None, tuple[str, ...]()
-    if arrays.owners is not None:
-        codes, names = number_owners([str(owner) for owner in arrays.owners])
-    image = arrays.inputs.ndim == 4
-    facts = Facts(
-        "image" if image else "text",
-        tuple(str(label) for label in range(num_classes)),
-        channels=arrays.inputs.shape[-1] if image else 0,
-        vocab_size=0 if image else vocab_size,
-        owner_kind="owner" if names else "",
-        owner_names=names,
-        labels=_kind(arrays.labels),
+def new_parts(data: UserData, name: str) -> tuple[NewParts, str]:
+    """The samples of data of one's own, and a checksum of them."""
+    given = _parts(data, name)
+    if "test" not in given:
+        whole = given["train"]
+        n = len(whole.labels)
+        if n < 2:
+            raise InvalidData(f"{name} has 1 sample: too few to train on and to test with")
+        rows = hold_out(n, min(max(1, round(data.test * n)), n - 1), "own data")
+        given = {part: whole.take(rows[part]) for part in PARTS}
+    folder = Path(data.source).parent if isinstance(data.source, str | Path) else None
+    inputs = _inputs({part: given[part].inputs for part in PARTS}, data, name, folder)
+    labels = read_labels(
+        {part: given[part].labels for part in PARTS},
+        name,
+        kind=data.kind,
+        names=given["train"].label_names,
+        text_length=inputs.shape[0] if inputs.task == "text" else None,
     )
-    dtype = "uint8" if image else "uint16"
-    shape, inputs = arrays.inputs.shape[1:], [arrays.inputs.astype(dtype)]
-    return NewSamples(facts, arrays.labels, shape, inputs, dtype, owners=codes, where=where)
+    mean, std = _statistics(data, inputs, name)
+    parts, checksum = NewParts(), hashlib.sha256()
+    for part in PARTS:
+        owners, owner_names = None, tuple[str, ...]()
+        if (known := given[part].owners) is not None:
+            names = [str(owner) for owner in known]
+            check_names(names, f"{name}, {part}, owners")
+            owners, owner_names = number_owners(names)
+        facts = Facts(
+            inputs.task,
+            labels.names,
+            mean=mean,
+            std=std,
+            channels=inputs.shape[-1] if inputs.task == "image" else 0,
+            vocab_size=inputs.vocab_size,
+            pad_id=inputs.pad_id,
+            owner_kind=(data.owners or "owner") if owner_names else "",
+            owner_names=owner_names,
+            labels=labels.kind,
+        )
+        parts[part] = NewSamples(
+            facts,
+            labels.parts[part],
+            inputs.shape,
+            inputs.chunks[part](),
+            inputs.dtype,
+            owners=owners,
+            where=f"{name}, {part}",
+        )
+        for said in (facts, inputs.shape, inputs.fingerprints[part], _crc(labels, owners, part)):
+            checksum.update(f"{said}\n".encode())
+    return parts, checksum.hexdigest()[:16]
 
 
-def _kind(labels: NDArray[Any]) -> Literal["classes", "tokens", "numbers"]:
-    if labels.dtype.kind == "f":
-        return "numbers"
-    return "classes" if labels.ndim == 1 else "tokens"
+def _crc(labels: Labels, owners: Array | None, part: str) -> int:
+    found = zlib.crc32(labels.parts[part].tobytes())
+    return found if owners is None else zlib.crc32(owners.tobytes(), found)
+
+
+# --- what is what --------------------------------------------------------------------------------
+
+
+def _parts(data: UserData, name: str) -> dict[str, Given]:
+    """Train and, where it is given, test."""
+    source = data.source
+    if isinstance(source, str | Path):
+        return read_path(Path(source), data)
+    if isinstance(source, Mapping) and set(source) & set(PARTS):
+        if "train" not in source:
+            raise InvalidData(f"{name} has a part test and none to train on; {_WAYS} for each")
+        own = {part: source[part] for part in PARTS if part in source}
+        return {part: _given(one, data, f"{name}, {part}") for part, one in own.items()}
+    return {"train": _given(source, data, name)}
+
+
+def _given(source: Any, data: UserData, where: str) -> Given:
+    """One part, whatever it is held in."""
+    if isinstance(source, Given):
+        return source
+    if isinstance(source, str | Path):
+        return read_path(Path(source), data)["train"]
+    if isinstance(source, tuple):
+        if len(source) not in (2, 3):
+            raise InvalidData(f"{where}: a tuple of {len(source)}; {_WAYS}")
+        inputs, labels, owners = (*source, None)[:3]
+        labels = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
+        return Given(_array(inputs, where), labels, owners, where)
+    if isinstance(source, Mapping):
+        return columns_of({key: _array(own, where) for key, own in source.items()}, where).given(
+            data
+        )
+    if type(source).__module__.partition(".")[0] == "datasets":
+        table = import_ours("cocofl.data.huggingface:columns", DataNotFound)
+        found: Given = table(source, where).given(data)
+        return found
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        return _items(source, data, where)
+    raise InvalidData(
+        f"{where} gave {type(source).__name__}; {_WAYS}; or a dict with train and test, each one "
+        "of these"
+    )
+
+
+def _array(values: Any, where: str) -> Any:
+    """An array, or texts; a tensor of uint8 images has its channels first."""
+    if isinstance(values, Images):
+        return values
+    if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
+        return list(values)  # in an array every text would have the longest one's room
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+        return (
+            np.moveaxis(values, 1, -1) if values.dtype == np.uint8 and values.ndim == 4 else values
+        )
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InvalidData(f"{where}: samples of different shapes: {error}") from error
+    if array.dtype.kind == "O" and all(isinstance(value, str) for value in array.ravel()):
+        array = array.astype(str)
+    return [str(text) for text in array] if array.dtype.kind == "U" and array.ndim == 1 else array
+
+
+def _items(source: Any, data: UserData, where: str) -> Given:
+    """A data set that gives one sample at a time, as PyTorch's do."""
+    rows = [source[row] for row in range(len(source))]
+    if not rows:
+        raise InvalidData(f"{where} has no samples")
+    if isinstance(rows[0], Mapping):
+        columns = {name: _stacked([row[name] for row in rows], where) for name in rows[0]}
+        return columns_of(columns, where).given(data)
+    if not isinstance(rows[0], tuple | list) or len(rows[0]) not in (2, 3):
+        raise InvalidData(
+            f"{where}: a sample is a {type(rows[0]).__name__}; expected (input, label), "
+            "(input, label, owner), or a dict"
+        )
+    inputs, labels, *owners = zip(*rows, strict=True)
+    names = tuple(map(str, getattr(source, "classes", ())))  # torchvision's
+    found = [
+        label.tolist() if isinstance(label, Tensor | np.generic) else label for label in labels
+    ]
+    return Given(_stacked(inputs, where), found, list(owners[0]) if owners else None, where, names)
+
+
+def _stacked(values: Sequence[Any], where: str) -> Any:
+    """The inputs of samples below each other."""
+    if isinstance(values[0], str):
+        return [str(value) for value in values]
+    is_image_tensor = isinstance(values[0], Tensor) and values[0].ndim == 3
+    try:
+        array = np.stack([np.asarray(value) for value in values])
+    except ValueError as error:
+        raise InvalidData(
+            f"{where}: samples have different shapes ({error}); let the data set give one shape"
+        ) from error
+    return np.moveaxis(array, 1, -1) if is_image_tensor and array.dtype == np.uint8 else array
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """The inputs of all parts, as they are stored."""
+
+    task: Task
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: Mapping[str, Callable[[], Iterable[Array]]]
+    fingerprints: Mapping[str, str]
+    vocab_size: int = 0
+    pad_id: int | None = None
+
+
+def _inputs(given: Mapping[str, Any], data: UserData, name: str, folder: Path | None) -> _Inputs:
+    first = given["train"]
+    if any(isinstance(own, Images) != isinstance(first, Images) for own in given.values()):
+        raise InvalidData(f"{name}: train and test must be alike, and only one of them is images")
+    if isinstance(first, Images):
+        return _images(given, data, name)
+    if isinstance(first, list):
+        tokenizer = tokenizer_of(data.tokenizer, folder)
+        ids = {part: token_ids(tokenizer, texts, data.length) for part, texts in given.items()}
+        return _arrays(ids, name, tokenizer.size, tokenizer.pad_id)
+    return _arrays(given, name)
+
+
+def _images(given: Mapping[str, Images], data: UserData, name: str) -> _Inputs:
+    """Files of images, decoded while they are written."""
+    try:
+        from cocofl.data import images  # noqa: PLC0415 - Pillow is an optional library
+    except ModuleNotFoundError as error:
+        raise DataNotFound(
+            f"{name}: reading images needs the library Pillow: pip install 'cocofl[data]'"
+        ) from error
+    size = data.height_and_width
+    if not size:
+        train = given["train"]
+        size = images.size_of(next(iter(train.read(train.rows[:1]))), f"{name}, its first image")
+    shape = (size[0], size[1], data.channels)
+    if size[0] * size[1] > images.MAX_PIXELS:
+        raise InvalidData(f"{name}: images of {size[0]}x{size[1]} are more than can be read")
+
+    def chunks(part: str) -> Callable[[], Iterator[Array]]:
+        own = given[part]
+        resize, way_out = bool(data.size), "Say size = … to scale all to one size."
+        return lambda: images.decode_all(
+            own.read(own.rows), shape, f"{name}, {part}", resize=resize, otherwise=way_out
+        )
+
+    prints = {
+        part: f"{own.fingerprint}{zlib.crc32(own.rows.tobytes())}" for part, own in given.items()
+    }
+    return _Inputs("image", shape, "uint8", {part: chunks(part) for part in given}, prints)
+
+
+def _arrays(
+    given: Mapping[str, Array], name: str, vocab_size: int = 0, pad_id: int | None = None
+) -> _Inputs:
+    tasks = {part: _task_of(array, f"{name}, {part}") for part, array in given.items()}
+    task = tasks["train"]
+    # Pixels of grey images may lie without an axis of channels, single features without any.
+    arrays = {
+        part: array[..., None] if array.ndim == (3 if task == "image" else 1) else array
+        for part, array in given.items()
+    }
+    shapes = {part: array.shape[1:] for part, array in arrays.items()}
+    if tasks["test"] != task or shapes["test"] != shapes["train"]:
+        raise InvalidData(
+            f"{name}: train has samples of {shapes['train']} ({task}), test of {shapes['test']} "
+            f"({tasks['test']}); they must be alike"
+        )
+    dtype = {"image": "uint8", "numeric": "float32"}.get(task, "uint16")
+    if task == "text":
+        top = max(int(array.max()) for array in arrays.values())
+        vocab_size = max(vocab_size, 1 + top)
+        dtype = "uint16" if vocab_size <= 2**16 else "int32"
+
+    def chunks(array: Array) -> Callable[[], Iterator[Array]]:
+        with_limit = range(0, len(array), CHUNK_SAMPLES)
+        return lambda: (_cast(array[begin : begin + CHUNK_SAMPLES], dtype) for begin in with_limit)
+
+    prints = {
+        part: f"{array.dtype}{zlib.crc32(np.ascontiguousarray(array).data)}"
+        for part, array in arrays.items()
+    }
+    own = {part: chunks(array) for part, array in arrays.items()}
+    return _Inputs(task, shapes["train"], dtype, own, prints, vocab_size, pad_id)
+
+
+def _cast(array: Array, dtype: str) -> Array:
+    with np.errstate(over="ignore"):  # what becomes infinite is refused where it is counted
+        return array.astype(dtype)
+
+
+def _task_of(inputs: Any, where: str) -> Task:
+    """Pixels are uint8, rows of integers are token ids, everything else is numbers."""
+    if not isinstance(inputs, np.ndarray) or inputs.dtype.kind not in "iufb" or not inputs.size:
+        found = (
+            f"{inputs.dtype} of shape {inputs.shape}" if isinstance(inputs, np.ndarray) else "texts"
+        )
+        raise InvalidData(
+            f"{where}: inputs are {found}; expected floats of one shape for all, uint8 images "
+            "(n, height, width, channels), integer token ids (n, length), or texts"
+        )
+    if inputs.dtype == np.uint8 and inputs.ndim in (3, 4):
+        channels = inputs.shape[3] if inputs.ndim == 4 else 1
+        _check_channels(channels, where)
+        return "image"
+    if inputs.dtype.kind in "iu" and inputs.ndim == 2:
+        if not 0 <= inputs.min() <= inputs.max() <= MAX_TOKEN_ID:
+            raise InvalidData(
+                f"{where}: token ids must lie between 0 and {MAX_TOKEN_ID}; a table of whole "
+                "numbers that are none has to be of floats"
+            )
+        return "text"
+    _check_channels(inputs.shape[1] if inputs.ndim > 1 else 1, where)
+    return "numeric"
+
+
+def _check_channels(count: int, where: str) -> None:
+    if count > MOST_CHANNELS:
+        raise InvalidData(
+            f"{where}: a sample has {count} channels or features, at most {MOST_CHANNELS} can be "
+            "normalised one by one; give it an axis of one channel before them"
+        )
+
+
+def _statistics(
+    data: UserData, inputs: _Inputs, name: str
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation that are said; empty where they are to be measured."""
+    if data.normalise is True or inputs.task == "text":
+        return (), ()
+    channels = inputs.shape[-1] if inputs.task == "image" else inputs.shape[0]
+    if isinstance(data.normalise, Mapping):
+        try:
+            mean, std = (
+                tuple(float(value) for value in np.ravel(data.normalise[key]))
+                for key in ("mean", "std")
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidData(f"{name}: normalise has no numbers: {error}") from error
+        good = len(mean) == len(std) == channels and np.isfinite([*mean, *std]).all()
+        if not good or min(std) <= 0:
+            raise InvalidData(
+                f"{name}: normalise has {len(mean)} means and {len(std)} deviations; expected "
+                f"{channels} of each (one per channel or feature), finite, deviations above 0"
+            )
+        return mean, std
+    return (0.0,) * channels, (1.0,) * channels

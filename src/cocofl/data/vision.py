@@ -7,7 +7,6 @@ is ``"standard"``, the data as published, or ``"paper"``, the part of it the pap
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import json
 import string
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from cocofl.data.huggingface import Table, open_tables
+from cocofl.data.images import Pixels, Shape, decode_all, resized
 from cocofl.data.origin import IMAGE_SUFFIXES, Origin, enough
 from cocofl.data.samples import PARTS, Facts, NewSamples, number_owners
 from cocofl.data.stable_random import Ints, draw_rows, hold_out
@@ -36,8 +36,6 @@ FASHION_NAMES = (
 FEMNIST_NAMES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 XCHEST_NAMES = ("no finding", "finding")
 
-MAX_PIXELS = 64 * 2**20
-CHUNK_BYTES = 16 * 2**20
 # NIH's own download: findings, a row per image, and the names of the images of each part.
 NIH_TABLE = "Data_Entry_2017*.csv"
 NIH_LISTS = {"train": "train_val_list.txt", "test": "test_list.txt"}
@@ -45,8 +43,6 @@ NIH_COLUMNS = ("Image Index", "Finding Labels", "Patient ID")
 LEAF_SIDE = 28
 
 NewParts = dict[str, NewSamples]
-Shape = tuple[int, int, int]
-Pixels = NDArray[np.uint8]
 
 
 def _of_tables(
@@ -287,50 +283,5 @@ def _samples(samples: Any, where: str) -> tuple[Pixels, NDArray[np.int64]]:
     if not ((pixels >= 0) & (pixels <= 1)).all():
         raise InvalidData(f"{where}: pixels must lie between 0 and 1")
     grey = np.round(pixels * 255).astype(np.uint8).reshape(-1, LEAF_SIDE, LEAF_SIDE)
-    scaled = [np.asarray(_resized(Image.fromarray(image), 32, 32)) for image in grey]
+    scaled = [np.asarray(resized(Image.fromarray(image), 32, 32)) for image in grey]
     return np.reshape(scaled, (-1, 32, 32, 1)), labels.astype(np.int64)
-
-
-# --- images --------------------------------------------------------------------------------------
-
-
-def decode(data: bytes, shape: Shape, where: str, *, resize: bool) -> Pixels:
-    """One image as (height, width, channels); other sizes are scaled only where that is meant."""
-    height, width, channels = shape
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise InvalidData(
-                    f"{where} announces {image.width}x{image.height} pixels; "
-                    f"at most {MAX_PIXELS} are read"
-                )
-            if not resize and image.size != (width, height):
-                raise InvalidData(
-                    f"{where} is {image.width}x{image.height} pixels, expected {width}x{height}. "
-                    "Is this the right data set?"
-                )
-            pixels = image.convert("L" if channels == 1 else "RGB")
-            if pixels.size != (width, height):
-                pixels = _resized(pixels, width, height)
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InvalidData(f"{where} is no readable image: {error}") from error
-    return np.asarray(pixels, np.uint8).reshape(shape)
-
-
-def decode_all(
-    encoded: Iterable[bytes], shape: Shape, where: str, *, resize: bool
-) -> Iterator[Pixels]:
-    """Images in chunks of a few megabytes, so that a data set never has to fit in memory."""
-    chunk_images = max(1, CHUNK_BYTES // int(np.prod(shape)))
-    chunk: list[Pixels] = []
-    for row, data in enumerate(encoded):
-        chunk.append(decode(data, shape, f"image {row} of {where}", resize=resize))
-        if len(chunk) == chunk_images:
-            yield np.stack(chunk)
-            chunk = []
-    if chunk:
-        yield np.stack(chunk)
-
-
-def _resized(image: Image.Image, width: int, height: int) -> Image.Image:
-    return image.resize((width, height), Image.Resampling.BILINEAR)

@@ -31,7 +31,6 @@ from cocofl.fl.stacked import (
 )
 from cocofl.fl.state import Memory, ServerState
 from cocofl.fl.trainer import Task, Trainer, one_sample_refused
-from cocofl.fl.training import cross_entropy
 from cocofl.freeze import KernelPlan
 from cocofl.models import MODELS
 from cocofl.vector import (
@@ -257,8 +256,7 @@ class CohortExecutor(Executor):
             self._room_for = max(wanted, most), distils or distilled
             layout, training = self._layout(), self._trainer.training
             assert layout is not None
-            own_loss = self._trainer.loss
-            is_plain = own_loss is cross_entropy
+            loss = training.stacked_loss()
             optimizer = training.stacked_optimizer()
             if optimizer is None:
                 raise InvalidSetting(
@@ -275,10 +273,10 @@ class CohortExecutor(Executor):
                     batch=training.batch,
                     on=self._on,
                     optimizer=optimizer,
-                    loss=losses.cross_entropy if is_plain else losses.one_by_one(own_loss),
+                    loss=loss or losses.one_by_one(self._trainer.loss),
                     precision=self._precision,
                     # A loss of one's own is told on the host which samples count.
-                    capture=is_plain,
+                    capture=loss is not None,
                     program=layout.networks.program,
                 )
 

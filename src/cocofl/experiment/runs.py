@@ -40,7 +40,7 @@ DEVICES_AT_ONCE = 40
 
 _COMMON = (
     *("model.", "training.", "engine.", "upload.", "evaluation.metrics"),
-    *("data.name", "data.dir", "data.preset"),
+    *("data.name", "data.dir", "data.preset", "data.options"),
 )
 # The learning rate is a device's own.
 _OWN = ("training.lr", "training.decay_rounds", "training.decay_factor")

@@ -20,10 +20,11 @@ from cocofl.accounting import Accountant, Sampling, check_epsilon
 from cocofl.chain import BlockChain
 from cocofl.config import Experiment, typed
 from cocofl.data import DataSet, Partition, Rule
-from cocofl.data.partition import class_counts, class_densities
+from cocofl.data.partition import COUNTED, class_counts, class_densities
 from cocofl.engine.rounds import Job
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment.engines import engine_kind, machine
+from cocofl.experiment.fit import check_inputs, check_losses, check_outputs
 from cocofl.experiment.tables import ExperimentTables
 from cocofl.fl.devices import (
     PAPER_GROUPS,
@@ -39,6 +40,7 @@ from cocofl.fl.privacy import Bounds, NoiseOfRound, PrivateMean, privately, seed
 from cocofl.fl.strategies import STRATEGIES, Strategy, facts_of
 from cocofl.fl.strategies.facts import SLICES
 from cocofl.fl.trainer import Trainer, TrainerSpec
+from cocofl.fl.training import LOSSES
 from cocofl.freeze import State, chain_state, check_state
 from cocofl.named import lookup, nearest
 from cocofl.profiling.subject import Subject
@@ -49,8 +51,8 @@ CENTRAL_SPEEDUP = 10
 """Centralized training takes this many times fewer rounds, each an epoch over all data."""
 
 
-MOST_CLASSES = 4096
-"""Of metrics that count every pair of them: so many take 128 MiB."""
+MOST_NAMES = 1000
+"""Of classes, that a run's folder remembers."""
 
 
 def rounds_of(experiment: Experiment) -> int:
@@ -62,7 +64,12 @@ def rounds_of(experiment: Experiment) -> int:
 def load_data(experiment: Experiment) -> DataSet:
     """The data set that the experiment names."""
     settings = experiment.data
-    return data.load(settings.name, data_dir=settings.dir or None, preset=settings.preset)
+    return data.load(
+        settings.name,
+        data_dir=settings.dir or None,
+        preset=settings.preset,
+        options=settings.options,
+    )
 
 
 class Setup:
@@ -92,8 +99,7 @@ class Setup:
         check_metric_names([one.name for one in self.trainer.tally.metrics])
         self.spec = self.trainer.spec
         self.chain: BlockChain = self.trainer.chain()
-        self._check_shapes()
-        self._check_labels()
+        check_inputs(self.chain.example, self.data, experiment.model.name)
         self.tables = ExperimentTables(experiment, self.trainer)
         self.facts = facts_of(experiment.strategy.name)
         self.strategy = self._strategy()
@@ -143,6 +149,7 @@ class Setup:
     def plain_job(self) -> Job:
         """The same without privacy."""
         experiment = self.experiment
+        self.check_labels()
         training, central = experiment.training, self.facts.all_data_in_one_place
         slower = CENTRAL_SPEEDUP if central else 1
         federation = self._central() if central else self.federation
@@ -171,6 +178,13 @@ class Setup:
             deadline_s=federation.mean_steps * step_s,
             checkpoint_every=experiment.engine.checkpoint_every,
         )
+
+    def check_labels(self) -> None:
+        """Complain where what the network returns, loss, metrics and labels do not fit."""
+        loss, model = self.experiment.training.loss, self.experiment.model.name
+        check_losses(loss, self.trainer.tally.metrics, self.data)
+        if loss in LOSSES:
+            check_outputs(self.trainer, self.data, model)
 
     @cached_property
     def devices(self) -> Devices:
@@ -209,41 +223,12 @@ class Setup:
             "strategy": self.experiment.strategy.name,
             "strategy_facts": asdict(self.facts),
             "metrics": {one.name: asdict(one.facts) for one in self.trainer.tally.metrics},
+            "class_names": list(self.data.facts.class_names[:MOST_NAMES]),
             "tables": dict(self.tables.served),
             "model_blocks": len(self.chain),
             "samples_left_over": len(self.partition.remainder),
             **({"privacy": asdict(privacy)} if privacy.is_on else {}),
         }
-
-    def _check_shapes(self) -> None:
-        example = self.chain.example
-        inputs = self.data.train.inputs
-        if example is None or self.data.facts.task != "image":
-            return
-        height, width, channels = inputs.shape[1:]
-        if tuple(example[0].shape[1:]) != (channels, height, width):
-            raise InvalidExperiment(
-                f"the model {self.experiment.model.name} takes images of "
-                f"{'×'.join(map(str, example[0].shape[1:]))} (channels, height, width), but "
-                f"{self.experiment.data.name} has {channels}×{height}×{width}"
-            )
-
-    def _check_labels(self) -> None:
-        """What trains and tests the network must be able to read the labels."""
-        facts, training = self.data.facts, self.experiment.training
-        if facts.labels == "numbers" and training.loss == "cross_entropy":
-            raise InvalidExperiment(
-                f"training.loss is 'cross_entropy', but the labels of {self.experiment.data.name} "
-                "are numbers; expected squared_error, or your own as package.module:function"
-            )
-        for one in self.trainer.tally.metrics:
-            if one.of_classes and (facts.labels == "numbers" or facts.num_classes > MOST_CLASSES):
-                raise InvalidExperiment(
-                    f"evaluation.metrics has {one.name}, which counts every pair of classes, but "
-                    f"the labels of {self.experiment.data.name} are {facts.labels}"
-                    f"{'' if facts.labels == 'numbers' else f' of {facts.num_classes} classes'}; "
-                    "expected others, like squared_error for numbers and token_accuracy for tokens"
-                )
 
     def _strategy(self) -> Strategy:
         settings = self.experiment.strategy
@@ -289,7 +274,7 @@ class Setup:
         return Federation(devices, whole, self.experiment.training, 1, self.experiment.seed)
 
     def _populations(self) -> Populations | None:
-        if self.data.facts.labels != "classes":
+        if self.data.facts.labels not in COUNTED:
             return None
         labels, classes = self.data.train.labels, self.data.facts.num_classes
         by_group, by_device = (

@@ -24,7 +24,8 @@ class ExperimentTables:
     def __init__(self, experiment: Experiment, trainer: Trainer) -> None:
         self._experiment, self._trainer = experiment, trainer
         self.n_blocks = len(trainer.chain())
-        self.is_text = trainer.spec.train.facts.task == "text"
+        facts = trainer.spec.train.facts
+        self.is_text, self.labels = facts.task == "text", facts.labels
         self.served: dict[str, str] = {}
         self._loaded: dict[str, ProfileTable] = {}
 

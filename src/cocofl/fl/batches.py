@@ -40,12 +40,17 @@ def mini_batches(
 
 
 def tensors(data: Samples, indices: Ints) -> tuple[Tensor, Tensor]:
-    """Inputs and labels as a network takes them: images normalised and channels last."""
+    """Inputs and labels as a network takes them: normalised, and images channels last."""
     inputs, labels = data.batch(indices)
+    if data.facts.task == "text":
+        return torch.from_numpy(inputs), torch.from_numpy(labels)
+    found = torch.from_numpy(normalise(inputs, data.facts))
     if data.facts.task == "image":
         # Stored as (sample, height, width, channel), the permuted view *is* channels last.
-        inputs = normalise(inputs, data.facts).transpose(0, 3, 1, 2)
-    return torch.from_numpy(inputs), torch.from_numpy(labels)
+        found = found.permute(0, 3, 1, 2)
+    elif found.ndim == 4:
+        found = found.contiguous(memory_format=torch.channels_last)
+    return found, torch.from_numpy(labels)
 
 
 def chunks(n_samples: int, size: int) -> Iterator[Ints]:

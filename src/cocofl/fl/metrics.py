@@ -28,6 +28,7 @@ Sums = NDArray[Any]
 
 _SPREAD = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 STATISTICS = ("running", "batch")
+_CLASSES = ("classes", "tokens")
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class Metric:
     """Whether it is a share of 1, which people read in percent."""
     of_classes: bool = False
     """Whether it counts every pair of classes: labels are classes then, and not too many."""
+    reads: tuple[str, ...] = ()
+    """What labels may be: of ``classes``, ``tokens``, ``multilabel``, ``numbers``; else any."""
     capturable: bool = False
     """Whether ``sums`` may be captured in a CUDA graph: it asks no tensor for its values."""
 
@@ -153,16 +156,117 @@ def accuracy() -> Metric:
         class_accuracies,
         is_share=True,
         of_classes=True,
+        reads=_CLASSES,
         capturable=True,
     )
 
 
 def f1() -> Metric:
     """The mean F1 of the classes."""
-    return Metric("f1", confusion, macro_f1, is_share=True, of_classes=True, capturable=True)
+    return Metric(
+        "f1",
+        confusion,
+        macro_f1,
+        is_share=True,
+        of_classes=True,
+        reads=_CLASSES,
+        capturable=True,
+    )
 
 
-def _mean(facts: MetricFacts, each: Callable[[Tensor, Tensor], Tensor]) -> Metric:
+def label_counts(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
+    """Of each of several labels: how often it was rightly found, wrongly found, missed, left out.
+
+    A label is found where its score is above 0, which is a probability above one half.
+    """
+    found, there = outputs > 0, labels > 0
+    cells = (found & there, found & ~there, ~found & there, ~found & ~there)
+    return torch.stack([cell.sum(0) for cell in cells], 1)
+
+
+def label_f1_by_class(counts: Sums) -> Floats:
+    """The harmonic mean of precision and recall of each label; 0 where it is never right."""
+    hits, false, missed, _ = counts.T
+    return np.asarray(2 * hits / np.maximum(2 * hits + false + missed, 1))
+
+
+def label_f1() -> Metric:
+    """Of samples with several labels: the mean over labels that occur of each one's F1."""
+
+    def value(counts: Sums) -> float:
+        occurs = counts[:, :3].sum(1) > 0
+        return float(label_f1_by_class(counts[occurs]).mean()) if occurs.any() else 0.0
+
+    return Metric(
+        "label_f1",
+        label_counts,
+        value,
+        label_f1_by_class,
+        is_share=True,
+        reads=("multilabel",),
+        capturable=True,
+    )
+
+
+def label_accuracy() -> Metric:
+    """Of samples with several labels: the share of all labels that are told rightly."""
+    return Metric(
+        "label_accuracy",
+        label_counts,
+        lambda counts: float((counts[:, 0] + counts[:, 3]).sum() / max(counts.sum(), 1)),
+        is_share=True,
+        reads=("multilabel",),
+        capturable=True,
+    )
+
+
+def error_sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
+    """Of each number that is predicted: squared and absolute errors, labels, squares, how many."""
+    wanted = labels.double().flatten(1) if labels.ndim > 1 else labels.double()[:, None]
+    errors = outputs.double().reshape(wanted.shape) - wanted
+    sums = (errors.square(), errors.abs(), wanted, wanted.square(), torch.ones_like(wanted))
+    return torch.stack([each.sum(0) for each in sums], 1)
+
+
+def _r2(sums: Sums) -> float:
+    """The share of the variance that is explained, as a mean over the numbers that vary."""
+    squared, _, total, squares, count = sums.T
+    variation = squares - total**2 / np.maximum(count, 1)
+    varies = variation > 1e-12 * np.maximum(squares, 1e-300)
+    if not varies.any():
+        return math.nan
+    return float(np.mean(1 - squared[varies] / variation[varies]))
+
+
+def _of_errors(facts: MetricFacts, value: Callable[[Sums], float]) -> Metric:
+    """Of numbers that a network predicts."""
+    return Metric(sums=error_sums, value=value, reads=("numbers",), capturable=True, **vars(facts))
+
+
+def rmse() -> Metric:
+    """The root of the mean squared error, in the unit of what is predicted."""
+    return _of_errors(
+        MetricFacts("rmse", higher_is_better=False),
+        lambda sums: math.sqrt(sums[:, 0].sum() / max(sums[:, 4].sum(), 1)),
+    )
+
+
+def mae() -> Metric:
+    """The mean absolute error, in the unit of what is predicted."""
+    return _of_errors(
+        MetricFacts("mae", higher_is_better=False),
+        lambda sums: float(sums[:, 1].sum() / max(sums[:, 4].sum(), 1)),
+    )
+
+
+def r2() -> Metric:
+    """The share of the variance that is explained: 1 is perfect, 0 as good as the mean."""
+    return _of_errors(MetricFacts("r2"), _r2)
+
+
+def _mean(
+    facts: MetricFacts, reads: tuple[str, ...], each: Callable[[Tensor, Tensor], Tensor]
+) -> Metric:
     """The mean over the test data of a number for each label."""
 
     def sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
@@ -173,13 +277,14 @@ def _mean(facts: MetricFacts, each: Callable[[Tensor, Tensor], Tensor]) -> Metri
     def value(sums: Sums) -> float:
         return float(sums[0] / max(sums[1], 1))
 
-    return Metric(sums=sums, value=value, capturable=True, **vars(facts))
+    return Metric(sums=sums, value=value, reads=reads, capturable=True, **vars(facts))
 
 
 def token_accuracy() -> Metric:
     """The share of tokens that were recognised; it needs no memory for each pair of classes."""
     return _mean(
         MetricFacts("token_accuracy", is_share=True),
+        _CLASSES,
         lambda outputs, labels: outputs.flatten(0, -2).argmax(1) == labels,
     )
 
@@ -188,6 +293,7 @@ def cross_entropy() -> Metric:
     """The mean cross-entropy of the test data."""
     return _mean(
         MetricFacts("test_loss", higher_is_better=False),
+        _CLASSES,
         lambda outputs, labels: F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none"),
     )
 
@@ -196,6 +302,7 @@ def squared_error() -> Metric:
     """The mean squared error, for networks that predict numbers."""
     return _mean(
         MetricFacts("squared_error", higher_is_better=False),
+        ("numbers",),
         lambda outputs, labels: (outputs.flatten() - labels.to(outputs.dtype)).square(),
     )
 
@@ -205,7 +312,12 @@ METRICS: dict[str, Callable[[], Metric]] = {
     "f1": f1,
     "token_accuracy": token_accuracy,
     "loss": cross_entropy,
+    "label_f1": label_f1,
+    "label_accuracy": label_accuracy,
     "squared_error": squared_error,
+    "rmse": rmse,
+    "mae": mae,
+    "r2": r2,
 }
 
 

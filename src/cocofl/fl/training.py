@@ -16,7 +16,7 @@ from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import LAST_BATCH, n_batches
 from cocofl.named import lookup
-from cocofl.vector import Adam, Optimizer, Sgd
+from cocofl.vector import Adam, Optimizer, Sgd, losses
 
 Loss = Callable[[Any, Tensor], Tensor]
 """From what the network returns and the labels to the mean loss of a mini-batch."""
@@ -32,7 +32,29 @@ def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(outputs.flatten(), labels.flatten())
 
 
-LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "squared_error": squared_error}
+def binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of networks that say of each of several classes whether it is there: a score per label."""
+    return F.binary_cross_entropy_with_logits(outputs, labels.to(outputs.dtype))
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": cross_entropy,
+    "binary_cross_entropy": binary_cross_entropy,
+    "squared_error": squared_error,
+}
+STACKED_LOSSES: dict[str, losses.StackedLoss] = {
+    "cross_entropy": losses.cross_entropy,
+    "binary_cross_entropy": losses.binary_cross_entropy,
+    "squared_error": losses.squared_error,
+}
+"""The same of many devices at once."""
+FITTING: dict[str, tuple[str, tuple[str, ...]]] = {
+    "classes": ("cross_entropy", ("accuracy", "f1", "loss")),
+    "tokens": ("cross_entropy", ("token_accuracy", "loss")),
+    "multilabel": ("binary_cross_entropy", ("label_f1", "label_accuracy")),
+    "numbers": ("squared_error", ("rmse", "mae", "r2")),
+}
+"""By what labels are, the loss that reads them, and metrics to begin with."""
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"sgd": Sgd, "adam": Adam}
 """Of :mod:`torch.optim`, or a :class:`cocofl.vector.Optimizer`, which a cohort can use, too."""
 
@@ -83,6 +105,10 @@ class Training:
         """The loss by its name, or the user's own."""
         return lookup(self.loss, LOSSES, "loss", InvalidSetting)
 
+    def stacked_loss(self) -> losses.StackedLoss | None:
+        """The loss of many devices at once; None where there is only that of one."""
+        return STACKED_LOSSES.get(self.loss)
+
     def stacked_optimizer(self) -> Optimizer | None:
         """The optimizer of many devices at once; None where there is only that of one."""
         make = self._optimizer_class()
@@ -99,7 +125,7 @@ class Training:
     def descend(
         self,
         parameters: Iterable[nn.Parameter],
-        losses: Iterator[Tensor],
+        each_loss: Iterator[Tensor],
         lr: float,
         correct: Callable[[], None] | None = None,
     ) -> float:
@@ -112,7 +138,7 @@ class Training:
         trained = list(parameters)
         optimizer = self._optimizer(trained, lr)
         total, count = 0.0, 0
-        for loss in losses:
+        for loss in each_loss:
             optimizer.zero_grad()
             loss.backward()
             if correct is not None:

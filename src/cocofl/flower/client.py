@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from flwr.clientapp import ClientApp
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.config import Experiment
+from cocofl.data.data_files import is_path
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment import Setup, load_data, machine_plan, remember_plan
 from cocofl.fl.codec import ERROR
@@ -64,6 +66,9 @@ from cocofl.freeze import check_state
 from cocofl.named import names_are_data
 from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
+
+NO_TEST = 1e-6
+"""The share of a file that a device holds out: one sample, since it is the server that tests."""
 
 logger = logging.getLogger("flwr")  # what is said here is in the log of the SuperNode
 
@@ -103,6 +108,7 @@ class Device:
         experiment = _own_experiment(Experiment.parse(settings["experiment"]), node)
         dataset = with_shared_facts(load_data(experiment), settings["facts"])
         self._setup = Setup(experiment, dataset)
+        self._setup.check_labels()
         self._trainer = self._setup.trainer
         self._trainer.kernels = machine_plan(regions=True)
         self._contract = Contract(self._trainer.chain(), codec=self._trainer.codec)
@@ -190,10 +196,31 @@ def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experime
     """The server's experiment with what is this device's own affair."""
     if "partition-id" in node:
         experiment = alike_devices(experiment, int(node["num-partitions"]))
+    name, options = _own_files(experiment, node)
     changes = {
+        "data.name": name,
+        "data.options": options,
         "model.init": "",
         "data.dir": str(node.get("data-dir", "")),
         "tables.spans": str(node.get("profile", "auto")),
         "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
     }
     return experiment.changed(changes)
+
+
+def _own_files(experiment: Experiment, node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The data's name and options; of a file only its name is the server's to say, not where."""
+    name, options = experiment.data.name, dict(experiment.data.options)
+    if not is_path(name):
+        return name, options
+    own = Path(name).name
+    if "data-dir" not in node or own in ("", ".."):
+        raise InvalidExperiment(
+            f"the server names the file {own!r}, and this device does not say where that is; "
+            "put data-dir into its node config"
+        )
+    if "partition-id" not in node:
+        options["test"] = NO_TEST
+    if isinstance(tokenizer := options.get("tokenizer"), str):
+        options["tokenizer"] = Path(tokenizer).name  # beside the data
+    return str(Path(str(node["data-dir"])) / own), options

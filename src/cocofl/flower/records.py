@@ -13,6 +13,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from cocofl.data import DataSet
+from cocofl.data.labels import recoded
 from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.runlog import state_bytes, state_from_bytes
 
@@ -82,7 +83,13 @@ def with_shared_facts(dataset: DataSet, facts: Mapping[str, Any]) -> DataSet:
     """A device's data, read as the server's is."""
     alike: dict[str, Any] = {name: tuple(facts[name]) for name in _SHARED_FACTS}
     train, test = (
-        replace(split, facts=replace(split.facts, **alike))
+        replace(
+            split,
+            facts=replace(split.facts, **alike),
+            labels=recoded(
+                split.labels, split.facts.labels, split.facts.class_names, alike["class_names"]
+            ),
+        )
         for split in (dataset.train, dataset.test)
     )
     return replace(dataset, train=train, test=test)

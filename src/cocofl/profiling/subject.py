@@ -174,7 +174,7 @@ def training_step(
         nonlocal target
         mark("step")
         output = net(*inputs)
-        logits = output.flatten(0, -2)
+        logits = output.flatten(0, -2) if output.ndim > 1 else output[:, None]
         if target is None:
             target = torch.randint(logits.shape[-1], logits.shape[:1])
         loss = F.cross_entropy(logits, target)

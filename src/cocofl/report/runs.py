@@ -126,7 +126,7 @@ def arrange(runs: Sequence[Run]) -> list[Scene]:
     scenes = []
     for title, members in _told_apart(evaluated, scene=True):
         data = members[0].experiment.data
-        scenes.append(Scene(title or f"{data.name}, split {data.split}", tuple(_lines(members))))
+        scenes.append(Scene(title or f"{data.title}, split {data.split}", tuple(_lines(members))))
     return scenes
 
 

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from cocofl import data
 from cocofl.config import Experiment
+from cocofl.data.data_files import is_path
+from cocofl.data.partition import COUNTED
 from cocofl.errors import CocoflError, DataNotFound, InvalidSetting, OtherHardware
 from cocofl.experiment import Setup
 from cocofl.fl.strategies import NEEDS_NOTHING
@@ -46,7 +48,7 @@ class Holdings:
     ) -> Holdings:
         """Count what a partition gives to each device."""
         facts = split.facts
-        if facts.labels != "classes":
+        if facts.labels not in COUNTED:
             raise InvalidSetting(f"the labels are {facts.labels}: only classes can be shown")
         counts = data.partition.class_counts(partition, split.labels, facts.num_classes)
         names = tuple(facts.class_names), tuple(group_names)
@@ -104,7 +106,7 @@ class Sources:
         settings = self._experiment.data
         refuse_untrusted(*self._experiment.names())
         # A report is no reason to download a data set.
-        if ":" not in settings.name:
+        if not (is_path(settings.name) or ":" in settings.name):
             listed = data.listing(settings.name, data_dir=settings.dir or None)
             if listed.state not in ("ready", "here"):
                 raise DataNotFound(f"the data set {settings.name} is not on this machine")

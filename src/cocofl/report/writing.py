@@ -222,7 +222,8 @@ def _subtitle(runs: Sequence[Run]) -> str:
         nodes = {one.device for run in runs for record in run.rounds for one in record.devices}
         devices = f"a deployment of {len(nodes)} nodes"
     count = f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
-    what = f"{each('model.name')} on {each('data.name')}"
+    titles = dict.fromkeys(run.experiment.data.title for run in runs)
+    what = f"{each('model.name')} on {', '.join(titles)}"
     return f"{what}, {devices}, {each('rounds')} rounds, {count}"
 
 

@@ -158,3 +158,9 @@ class Positions(nn.Module):
 def test_an_embedding_of_what_is_the_same_for_all_samples() -> None:
     torch.manual_seed(0)
     assert disagreement(split(Positions(), torch.randn(4, 5, 6))) is None
+
+
+def test_an_example_of_zeros_says_no_more_than_its_shape() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 3))
+    assert disagreement(split(net, torch.zeros(4, 3, 9))) is None

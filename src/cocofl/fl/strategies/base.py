@@ -41,6 +41,8 @@ class Tables(Protocol):
 
     n_blocks: int
     is_text: bool
+    labels: str
+    """What they are: ``classes``, ``tokens``, ``multilabel`` or ``numbers``."""
 
     def spans(self, variant: str | None = None) -> ProfileTable:
         """The costs of spans frozen so; without a variant only that of training everything."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cocofl.checks import check_number
+from cocofl.errors import InvalidSetting
 from cocofl.fl.federation import Situation
 from cocofl.fl.merge import Mean
 from cocofl.fl.select import feasible_widths
@@ -30,6 +31,8 @@ def heterofl(tables: Tables, *, scaler: bool = False, masked: bool = False) -> S
 
     Nested averaging per coordinate, static BatchNorm; scaler and masked loss as options.
     """
+    if masked:
+        _check_classes(tables, "masked = true leaves absent classes out")
     table = tables.widths()
 
     def plan(situation: Situation) -> Plan | None:
@@ -62,6 +65,8 @@ def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
     heads, has no others.
     """
     check_number("strategy.distillation", distillation, least=0, most=1)
+    if distillation:
+        _check_classes(tables, f"distillation = {distillation:g} compares scores of classes")
     table = tables.widths()
     levels = TEXT_WIDTHS if tables.is_text else FJORD_WIDTHS
 
@@ -76,3 +81,10 @@ def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
         return Plan(OrderedWork(widths, distillation), time_share(table, widths, situation.budget))
 
     return Strategy(plan, Mean("senders"))
+
+
+def _check_classes(tables: Tables, what: str) -> None:
+    if tables.labels not in ("classes", "tokens"):
+        raise InvalidSetting(
+            f"{what}, but the labels of this data set are {tables.labels}; leave the option out"
+        )

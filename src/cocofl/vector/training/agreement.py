@@ -130,6 +130,11 @@ def _still_in(dtype: torch.dtype, chain: BlockChain) -> BlockChain:
 def _few(example: tuple[Any, ...], factor: float = 1.0) -> tuple[Any, ...]:
     """The first samples, their numbers (not tokens, say) times ``factor``."""
     size = len(example[0])
+    first, *others = example
+    if first.is_floating_point() and not first.any():
+        # Zeros say what shape samples have, and no more: norms would have nothing to divide.
+        drawn = torch.randn(first.shape, generator=torch.Generator().manual_seed(0))
+        example = (drawn.to(first), *others)
     few = [x[:_SAMPLES] if len(x) == size else x for x in example]
     return tuple(x * factor if x.is_floating_point() else x for x in few)
 

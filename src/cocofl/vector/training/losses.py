@@ -17,7 +17,28 @@ StackedLoss = Callable[[Any, Tensor, Tensor, "list[int] | None"], Tensor]
 def cross_entropy(outputs: Tensor, labels: Tensor, valid: Tensor, _counts: Any = None) -> Tensor:
     """The mean over a device's valid samples (and positions, where each has several labels)."""
     scores = _exact(outputs.flatten(0, -2))
-    each = F.cross_entropy(scores, labels.flatten(), reduction="none")
+    return _mean(F.cross_entropy(scores, labels.flatten(), reduction="none"), labels, valid)
+
+
+def squared_error(outputs: Tensor, labels: Tensor, valid: Tensor, _counts: Any = None) -> Tensor:
+    """The mean over a device's valid samples, and over their numbers."""
+    found = _exact(outputs.flatten())
+    return _mean(
+        F.mse_loss(found, labels.flatten().to(found.dtype), reduction="none"), labels, valid
+    )
+
+
+def binary_cross_entropy(
+    outputs: Tensor, labels: Tensor, valid: Tensor, _counts: Any = None
+) -> Tensor:
+    """The mean over a device's valid samples, and over the classes that each may have."""
+    scores = _exact(outputs)
+    each = F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="none")
+    return _mean(each, labels, valid)
+
+
+def _mean(each: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+    """By device, over samples that count and all that each of them has."""
     each = each.view(*labels.shape[:2], -1)
     counts = torch.arange(labels.shape[1], device=labels.device) < valid[:, None]
     total = torch.where(counts[:, :, None], each, 0.0).sum((1, 2))
