@@ -78,6 +78,7 @@ def freeze(
     if variant == "qff":
         choose = _chooser(backend, plan)
         settings = IntegerSettings(choose, headroom, _weight_bits(weight_bits, backend))
+        network.tell_what_stays_float()
     parts: list[Part] = []
     for region, role in blocks.regions(len(network)):
         if settings is None or role is Role.TRAINED:
