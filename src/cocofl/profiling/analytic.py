@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from cocofl.chain import BlockChain
 from cocofl.errors import CocoflError, InvalidSetting
 from cocofl.freeze import freeze, upload_sizes
+from cocofl.freeze.dispatch import OperationWatch
 from cocofl.profiling.subject import (
     LEVELS,
     STEPS,
@@ -122,11 +122,11 @@ def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
     return work
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(OperationWatch):
     """Adds multiply-accumulates and the bytes that operations write to the block that runs."""
 
     def __init__(self, block: BlockWork) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.block = block
 
     def enter(self, block: BlockWork, _module: nn.Module, _inputs: Any) -> None:
