@@ -85,7 +85,7 @@ def profile(
         if analytic:
             analytic_table(settings, device).save(path)
         else:
-            _profile(settings, path, fast=fast)
+            measure(settings, path, fast=fast)
     table = ProfileTable.load(path)
     print(table.describe())
     if table.error:
@@ -104,7 +104,8 @@ def _draw(plot: Path, table: ProfileTable, more: Sequence[str], kind: str) -> No
     print("Figures: " + ", ".join(map(str, save_profile_figures(plot, tables))))
 
 
-def _profile(settings: Settings, path: Path, *, fast: bool) -> None:
+def measure(settings: Settings, path: Path, *, fast: bool) -> None:
+    """Make a table here, with a bar where somebody looks; Ctrl-C ends it with a word."""
     steps: Iterator[Progress | ProfileTable] = (
         fast_table(settings) if fast else sweep(settings, path, n_blocks=len(settings.chain()[0]))
     )
