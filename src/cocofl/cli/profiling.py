@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,12 +24,14 @@ from cocofl.named import vouch_for
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
+from cocofl.profiling.device_rates import DEVICES, device_named
 from cocofl.profiling.subject import Settings
 from cocofl.profiling.sweep import Progress, sweep
 from cocofl.report.tables import TextTable
 from cocofl.span import Blocks, Role
 
 SIGNS = {Role.FROZEN: "░", Role.TRAINED: "█", Role.PASSING: "▒"}
+ANALYTIC = "analytic:"
 LEGEND = "░ frozen   █ trained   ▒ frozen, gradients pass"
 
 
@@ -51,7 +54,12 @@ def profile(
     ] = False,
     fast: Annotated[bool, typer.Option("--fast", help="Measure few, predict the rest.")] = False,
     analytic: Annotated[bool, typer.Option("--analytic", help="Measure nothing: count.")] = False,
-    device: Annotated[str, typer.Option(help="For --analytic: x64 or pi4.")] = "x64",
+    device: Annotated[
+        str,
+        typer.Option(
+            help=f"For --analytic: {', '.join(DEVICES)}.", autocompletion=starting(DEVICES)
+        ),
+    ] = "x64",
     out: Annotated[Path | None, typer.Option(help="Default: MODEL-VARIANT.json.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw figures (PNG and SVG); OUT is used if it exists.")
@@ -84,6 +92,7 @@ def profile(
         check_writable(path, "--out")
         if analytic:
             analytic_table(settings, device).save(path)
+            print(f"{device}: {device_named(device).basis}")
         else:
             measure(settings, path, fast=fast)
     table = ProfileTable.load(path)
@@ -139,7 +148,8 @@ def select(
     table: Annotated[
         str,
         typer.Argument(
-            help="A profile table, or measured:CPU-MODEL.", autocompletion=starting(shipped())
+            help="A profile table, measured:CPU-MODEL, or analytic:DEVICE/MODEL.",
+            autocompletion=starting(shipped()),
         ),
     ],
     time: Annotated[str | None, typer.Option(help="0.33 of full, or 30s per round.")] = None,
@@ -157,7 +167,7 @@ def select(
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OtherHardware)
-        found = ProfileTable.load(table, n_blocks=blocks)
+        found = _table_named(table, blocks)
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     budget = Budget.parse(time, memory, upload, samples)
@@ -184,6 +194,20 @@ def select(
     }
     print(f"{len(spans)} of {len(found)} spans fit {budget}; {len(best)} are maximal (*)")
     print_text_table(TextTable.of("", columns, (LEGEND, found.describe())))
+
+
+def _table_named(source: str, n_blocks: int | None) -> ProfileTable:
+    """A table by its name; one that is analytic is counted now."""
+    if not source.startswith(ANALYTIC):
+        return ProfileTable.load(source, n_blocks=n_blocks)
+    device, _, model = source.removeprefix(ANALYTIC).partition("/")
+    rates = device_named(device)
+    vouch_for(model)
+    table = replace(analytic_table(Settings(model), device), name=source)
+    if n_blocks is not None:
+        table.check_fits(n_blocks)
+    print(f"{device}: {rates.basis}", file=sys.stderr)
+    return table
 
 
 def _cell(table: ProfileTable, name: str, value: float) -> str:
