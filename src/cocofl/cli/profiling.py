@@ -32,6 +32,10 @@ from cocofl.span import Blocks, Role
 
 SIGNS = {Role.FROZEN: "░", Role.TRAINED: "█", Role.PASSING: "▒"}
 ANALYTIC = "analytic:"
+AnalyticDevice = Annotated[
+    str,
+    typer.Option(help=f"For --analytic: {', '.join(DEVICES)}.", autocompletion=starting(DEVICES)),
+]
 LEGEND = "░ frozen   █ trained   ▒ frozen, gradients pass"
 
 
@@ -54,12 +58,7 @@ def profile(
     ] = False,
     fast: Annotated[bool, typer.Option("--fast", help="Measure few, predict the rest.")] = False,
     analytic: Annotated[bool, typer.Option("--analytic", help="Measure nothing: count.")] = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            help=f"For --analytic: {', '.join(DEVICES)}.", autocompletion=starting(DEVICES)
-        ),
-    ] = "x64",
+    device: AnalyticDevice = "x64",
     out: Annotated[Path | None, typer.Option(help="Default: MODEL-VARIANT.json.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw figures (PNG and SVG); OUT is used if it exists.")
@@ -91,8 +90,7 @@ def profile(
     if not path.exists():
         check_writable(path, "--out")
         if analytic:
-            analytic_table(settings, device).save(path)
-            print(f"{device}: {device_named(device).basis}")
+            _counted(settings, device).save(path)
         else:
             measure(settings, path, fast=fast)
     table = ProfileTable.load(path)
@@ -201,13 +199,17 @@ def _table_named(source: str, n_blocks: int | None) -> ProfileTable:
     if not source.startswith(ANALYTIC):
         return ProfileTable.load(source, n_blocks=n_blocks)
     device, _, model = source.removeprefix(ANALYTIC).partition("/")
-    rates = device_named(device)
     vouch_for(model)
-    table = replace(analytic_table(Settings(model), device), name=source)
+    table = replace(_counted(Settings(model), device), name=source)
     if n_blocks is not None:
         table.check_fits(n_blocks)
-    print(f"{device}: {rates.basis}", file=sys.stderr)
     return table
+
+
+def _counted(settings: Settings, device: str) -> ProfileTable:
+    """An analytic table; whoever uses it is told what the device's rates come from."""
+    print(f"{device}: {device_named(device).basis}", file=sys.stderr)
+    return analytic_table(settings, device)
 
 
 def _cell(table: ProfileTable, name: str, value: float) -> str:
