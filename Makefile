@@ -8,7 +8,7 @@ SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 # In the order of tests/conftest.py; left alone, xdist keeps the files with few but long tests for last.
 IN_TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-faults test-hostile test-docs test-arm test-flower-newest lint types docs browser audit lock clean
+.PHONY: demo test test-slow test-faults test-hostile test-docs test-arm test-flower-newest test-without-legacy lint types docs browser audit lock clean
 
 # Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
 demo: $(VENV)/installed
@@ -17,6 +17,10 @@ demo: $(VENV)/installed
 
 test: lint types
 	$(BIN)/pytest $(IN_TWO) -m "not slow and not faults"
+
+# As if PyTorch had dropped its quantized tensors already, which it has announced.
+test-without-legacy: $(VENV)/installed
+	COCOFL_WITHOUT=legacy $(BIN)/pytest $(IN_TWO) -m "not slow and not faults"
 
 test-slow: $(VENV)/installed
 	$(BIN)/pytest $(IN_TWO) -m "not faults"

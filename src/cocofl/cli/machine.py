@@ -29,7 +29,7 @@ CPU_FEATURES = (
 )  # fmt: skip
 PACKAGES = (
     "cocofl", "torch", "numpy", "safetensors", "scikit-learn",
-    "datasets", "matplotlib", "plotly", "flwr", "tensorboard",
+    "datasets", "matplotlib", "plotly", "flwr", "onnxruntime", "tensorboard",
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def profile(
         ),
     ],
     variant: Annotated[str, typer.Option(help="f, ff or qff.")] = "qff",
-    backend: Annotated[str, typer.Option(help="auto, reference, onednn or legacy.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, or a kernel `doctor` names.")] = "auto",
     method: Annotated[str, typer.Option(help="span, or width for HeteroFL and FjORD.")] = "span",
     threads: Annotated[int | None, typer.Option(help="Default: all of this machine.")] = None,
     batch: Annotated[int, typer.Option(help="Samples per mini-batch.")] = 32,
