@@ -44,6 +44,7 @@ ADAPTED_IMPORTS: dict[str, set[str]] = {
     "cli": {"rich", "typer"},
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn", "tokenizers"},
     "flower": {"cryptography", "flwr", "httpx"},
+    "freeze": {"onnxruntime"},
     "report": {"jinja2", "markupsafe", "matplotlib", "plotly"},
     "runlog": {"safetensors"},
     "trackers": {"mlflow", "wandb"},
@@ -118,8 +119,8 @@ def _nodes(path: Path, kind: type[ast.AST]) -> list[Any]:
 
 def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
     heavy = (
-        "datasets dp_accounting flwr matplotlib pandas PIL plotly pyarrow ray rich safetensors "
-        "scipy sklearn tokenizers typer"
+        "datasets dp_accounting flwr matplotlib onnxruntime pandas PIL plotly pyarrow ray rich "
+        "safetensors scipy sklearn tokenizers typer"
     )
     code = f"import sys, cocofl; print([m for m in {heavy.split()} if m in sys.modules])"
     result = subprocess.run(

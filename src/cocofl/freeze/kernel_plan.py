@@ -30,6 +30,7 @@ from cocofl.freeze.kernels import (
     disagreement,
     kernel,
     leave_out,
+    why_not,
 )
 from cocofl.freeze.layout import channels_last
 from cocofl.numerics import Codes, Grid, as_float
@@ -118,7 +119,10 @@ class KernelPlan:
 
     @classmethod
     def load(cls, path: str | Path, *, fixed: bool = True, regions: bool = False) -> KernelPlan:
-        """Read a saved plan; by default it is then obeyed and never extended."""
+        """Read a saved plan; by default it is then obeyed and never extended.
+
+        One that may be extended forgets kernels that are gone, and measures what they ran anew.
+        """
         try:
             content = parsed_json(read_limited(Path(path)))
         except (OSError, ValueError) as error:
@@ -130,7 +134,11 @@ class KernelPlan:
             and _are_choices(content["choices"])
         ):
             raise InvalidSetting(f"{path} is not a kernel plan of format {_FORMAT!r}")
-        return cls(content["choices"], fixed=fixed, regions=regions)
+        choices = content["choices"]
+        if not fixed:
+            usable = {name for name, k in KERNELS.items() if why_not(k) is None} | {INT8, FLOAT}
+            choices = {map_: name for map_, name in choices.items() if name in usable}
+        return cls(choices, fixed=fixed, regions=regions)
 
 
 def fastest(linear_map: LinearMap) -> str:
