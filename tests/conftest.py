@@ -6,7 +6,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from cocofl.freeze import net
 from cocofl.freeze.kernels import WITHOUT
+
+# Tests of int8 need it, however small their networks are; where it is not worth it is tested apart.
+net._DEFAULT_PLAN.regions = False
 
 # How long one example takes says nothing on a shared machine; how many there are does.
 settings.register_profile("cocofl", deadline=None)

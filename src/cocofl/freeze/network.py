@@ -31,6 +31,7 @@ class LoweredChain:
 
     def __init__(self, chain: BlockChain, blocks: tuple[LoweredBlock, ...]) -> None:
         self._wiring, self.blocks = chain.wiring, blocks
+        self._dtypes = [sorted({str(p.dtype) for p in b.parameters()}) for b in chain.blocks]
         self.shapes = {name: shape for low in blocks for name, shape in low.shapes.items()}
         """Of all float values, on the example."""
         self._non_negative = frozenset[str]().union(*(low.non_negative for low in blocks))
@@ -51,7 +52,7 @@ class LoweredChain:
         operations = [(b.descriptions, tuple(b.shapes.values()), b.channels_last) for b in low]
         sites = {site for b in low for site in b.sites}
         scales = sum(scale_key(site, way) in known for site in sites for way in (OUTPUT, GRADIENT))
-        text = repr((operations, passing, scales))
+        text = repr((operations, [self._dtypes[i] for i in blocks], passing, scales))
         return f"region {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def borders(self, blocks: range) -> tuple[dict[str, str], dict[str, Any]]:

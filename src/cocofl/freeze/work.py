@@ -10,19 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from cocofl.chain import BlockChain
 from cocofl.chain.graphs import left_as_it_was
+from cocofl.freeze.dispatch import OperationWatch
 from cocofl.freeze.operations import LoweredBlock, MapOp, NodeOp
 from cocofl.freeze.traced_blocks import called_module
-
-_ATTENTION: dict[Any, Any] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *_, **_options: sdpa_flop_count(query, key, value)
-    )
-}
-"""PyTorch counts attention on a GPU only."""
 
 
 class Work(NamedTuple):
@@ -72,6 +66,25 @@ def _countable_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+class _Counter(OperationWatch):
+    """Counts by PyTorch's own formulas, which know attention on a GPU only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do what is asked, and count."""
+        result = func(*args, **kwargs or {})
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.operations += sdpa_flop_count(*(x.shape for x in args[:3]))
+        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.operations += formula(*args, **kwargs or {}, out_val=result)
+        return result
+
+
 def _multiplications(block: nn.Module, arguments: list[Any]) -> tuple[int, Any]:
     """How many there are, and what the block returns."""
     recurrent = Counter[str]()
@@ -83,9 +96,9 @@ def _multiplications(block: nn.Module, arguments: list[Any]) -> tuple[int, Any]:
 
     hooks = [m.register_forward_hook(count) for m in block.modules() if isinstance(m, nn.RNNBase)]
     try:
-        with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+        with _Counter() as counter:
             result = block(*arguments)
     finally:
         for hook in hooks:
             hook.remove()
-    return counter.get_total_flops() // 2 + recurrent["all"], result
+    return counter.operations // 2 + recurrent["all"], result
