@@ -20,7 +20,7 @@ from cocofl.models.hugging_face import hugging_face
 from cocofl.report.runs import find_runs
 from cocofl.report.writing import write_report
 
-SIZES = {"n_positions": 64, "n_embd": 96, "n_layer": 4, "n_head": 4}
+SIZES = {"n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 4}
 TOKENS = {"vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}
 MODULES = "ast calendar csv difflib enum fractions gzip heapq inspect shelve statistics uuid"
 
@@ -40,7 +40,7 @@ def pretrain(folder: Path) -> None:
     torch.manual_seed(0)
     model = hugging_face(f"hf:{folder}", task="causal-lm", init="random")
     text = torch.tensor(list("\n".join(topics.values()).encode())) + 1
-    windows = text[torch.randint(len(text) - 64, (300, 16, 1)) + torch.arange(64)]
+    windows = text[torch.randint(len(text) - 64, (200, 16, 1)) + torch.arange(64)]
     losses = (cross_entropy(model(ids[:, :-1]), ids[:, 1:]) for ids in windows)
     Training(optimizer="adam").descend(model.parameters(), losses, lr=2e-3)
     model.network.save_pretrained(folder)
@@ -48,12 +48,12 @@ def pretrain(folder: Path) -> None:
 
 if __name__ == "__main__":
     pretrain(Path("runs/small-gpt2"))
-    run = simulate(Experiment("fine-tune", rounds=20).changed({
+    run = simulate(Experiment("fine-tune", rounds=10).changed({
         "model.name": "hf:runs/small-gpt2",
         "data": {"name": "fine_tune:code", "split": "natural"},
         "devices": {"count": 12, "per_round": 6},
         "training": {"optimizer": "adam", "lr": 1e-3, "batch": 16},
-        "evaluation": {"metrics": ["perplexity", "token_accuracy"], "every": 4},
+        "evaluation": {"metrics": ["perplexity", "token_accuracy"], "every": 2},
     }))  # fmt: skip
     print(*(f"{one.scores['perplexity']:.2f}" for one in run.evaluated))
     print(write_report(find_runs([run.path]), run.path / "report.html"))
