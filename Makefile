@@ -8,7 +8,7 @@ SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 # In the order of tests/conftest.py; left alone, xdist keeps the files with few but long tests for last.
 IN_TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-faults test-hostile test-docs test-arm lint types docs browser audit lock clean
+.PHONY: demo test test-slow test-faults test-hostile test-docs test-arm test-flower-newest test-without-legacy lint types docs browser audit lock clean
 
 # Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
 demo: $(VENV)/installed
@@ -17,6 +17,10 @@ demo: $(VENV)/installed
 
 test: lint types
 	$(BIN)/pytest $(IN_TWO) -m "not slow and not faults"
+
+# As if PyTorch had dropped its quantized tensors already, which it has announced.
+test-without-legacy: $(VENV)/installed
+	COCOFL_WITHOUT=legacy $(BIN)/pytest $(IN_TWO) -m "not slow and not faults"
 
 test-slow: $(VENV)/installed
 	$(BIN)/pytest $(IN_TWO) -m "not faults"
@@ -35,6 +39,19 @@ test-docs: $(VENV)/installed
 # On emulated ARM cores; makes the emulator first, 5.5 GB in .arm/.
 test-arm: $(VENV)/installed
 	bash tools/arm/test.sh .arm
+
+# The tests of deployments with the newest Flower that pip offers, on top of all else in .venv. Its
+# dependencies stay as they are locked; `pip check` says where it wants others.
+NEWEST := .venv-flower
+test-flower-newest: $(VENV)/installed
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth
+	newest=$$($(NEWEST)/bin/pip index versions flwr 2>/dev/null | sed -n 's/^flwr (\(.*\))/\1/p'); \
+	  $(NEWEST)/bin/pip install --quiet --no-deps "flwr==$$newest"
+	-$(NEWEST)/bin/pip check
+	$(NEWEST)/bin/pip install --quiet --no-deps --editable .
+	$(NEWEST)/bin/python -m pytest -m "not faults" tests/test_flower_*.py
 
 # Pages and API reference into site/; a warning is an error.
 docs: $(VENV)/installed
@@ -72,4 +89,4 @@ lock:
 	touch $(VENV)/installed
 
 clean:
-	rm -rf $(VENV) dist build site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) dist build site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -25,52 +25,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from client_memory import measured_app
 from cocofl.config import Experiment
 from cocofl.flower.loopback import Loopback
-from cocofl.flower.settings import Deployment, run_config, write_app
+from cocofl.flower.settings import Deployment
 from cocofl.flower.trial import BUDGETS
 
-# An app whose devices write down the memory of their process group before they train.
-MEASURED = """
-import json, os
-from pathlib import Path
-from cocofl.flower import client
-
-app = client.app
-
-
-class Measured(client.Device):
-    def play(self, request, lr, state):
-        found = {"round": request.round_index + 1, "processes": 0, "Rss": 0, "Pss": 0}
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.getpgid(int(entry.name)) != os.getpgid(0):
-                    continue
-                lines = (entry / "smaps_rollup").read_text().splitlines()[1:]
-            except OSError:
-                continue
-            kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-            found["processes"] += 1
-            for name in ("Rss", "Pss"):
-                found[name] += kilobytes[name] / 1024
-        with open(os.environ["COCOFL_BENCH_MEMORY"], "a") as out:
-            out.write(json.dumps(found) + chr(10))
-        return super().play(request, lr, state)
-
-
-client.Device = Measured
-"""
 TRAINED = re.compile(r"round (\d+): trained ([\d.]+) s")
 
 
 def deploy(folder: Path, rounds: int, supernodes: int, stock: bool) -> dict[str, list[float]]:
     """Seconds of every round and of its training, and the memory of devices, from one run."""
     settings = Deployment(nodes=supernodes, folder=str(folder / "run"), round_s=300)
-    app = write_app(folder / "app", run_config(Experiment(rounds=rounds), settings))
-    (app / "measured.py").write_text(MEASURED)
-    text = (app / "pyproject.toml").read_text()
-    (app / "pyproject.toml").write_text(text.replace("cocofl.flower.client:app", "measured:app"))
-    os.environ["COCOFL_BENCH_MEMORY"] = str(folder / "memory.jsonl")
+    app = measured_app(folder, Experiment(rounds=rounds), settings)
     with Loopback(folder / "network") as network:
         for number in range(supernodes):
             limits = dict.fromkeys(("time", "memory", "upload"), BUDGETS[number % len(BUDGETS)])
@@ -90,11 +57,16 @@ def deploy(folder: Path, rounds: int, supernodes: int, stock: bool) -> dict[str,
     return {
         "round_s": [after - before for before, after in itertools.pairwise(ends)],
         "training_s": [trained[number] for number in range(2, rounds + 1)],
-        "memory_mb": [one["Rss"] for one in memory if one["round"] == 1],
-        "pss_mb": [one["Pss"] for one in memory if one["round"] == 1],
-        "later_mb": [one["Rss"] for one in memory if one["round"] > 1],
-        "processes": [one["processes"] for one in memory],
+        "memory_mb": [megabytes(one, 0) for one in memory if one["round"] == 1],
+        "pss_mb": [megabytes(one, 1) for one in memory if one["round"] == 1],
+        "later_mb": [megabytes(one, 0) for one in memory if one["round"] > 1],
+        "processes": [len(one["processes"]) for one in memory],
     }
+
+
+def megabytes(one: dict[str, Any], column: int) -> float:
+    """Of all processes of a device: resident (0) or proportional (1)."""
+    return float(sum(values[column] for values in one["processes"].values()))
 
 
 def start_stock_node(network: Loopback, name: str, config: Mapping[str, Any]) -> None:

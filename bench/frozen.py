@@ -25,7 +25,7 @@ import cocofl
 sys.modules["torchvision"] = None  # type: ignore[assignment]  # one for another PyTorch may be here
 import transformers  # noqa: E402
 
-transformers.logging.set_verbosity_error()
+transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 MOST = 1.02
 WORDS = 5000
 NETWORKS: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...] | None]] = {

@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--honest", action="store_true", help="without attackers")
     arguments = parser.parse_args()
     begin = time.perf_counter()
-    with ProcessPoolExecutor(max_workers=2) as pool:
+    with ProcessPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         if arguments.honest:
             failed = honest(arguments.data, pool)
         else:

@@ -59,7 +59,14 @@ def made_up(name: str) -> DataSet:
         names = tuple(map(str, range(source.num_classes)))
         # Plays are not equally long: from 1 to 2.
         play = rng.choice(PLAYS, n, p=np.linspace(1, 2, PLAYS) / (1.5 * PLAYS))
-        facts = Facts(source.task, names, channels=3, owner_names=tuple(map(str, range(PLAYS))))
+        facts = Facts(
+            source.task,
+            names,
+            (0.5,) * 3,
+            (0.25,) * 3,
+            channels=3,
+            owner_names=tuple(map(str, range(PLAYS))),
+        )
         labels = rng.integers(source.num_classes, size=n)
         inputs = np.broadcast_to(np.uint8(0), (n, *shape))
         splits.append(Samples(Path(name), facts, inputs, labels, play.astype(np.int32), b""))

@@ -1,9 +1,16 @@
+import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from cocofl.freeze import net
+from cocofl.freeze.kernels import WITHOUT
+
+# Tests of int8 need it, however small their networks are; where it is not worth it is tested apart.
+net._DEFAULT_PLAN.regions = False
 
 # How long one example takes says nothing on a shared machine; how many there are does.
 settings.register_profile("cocofl", deadline=None)
@@ -15,6 +22,17 @@ torch.set_num_threads(1)
 # What was started in the background may have been told to ignore Ctrl-C, and so would the commands
 # that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _gone(*_arguments: object, **_named: object) -> None:
+    raise RuntimeError("PyTorch has no quantized tensors, as if it were a later one")
+
+
+if "legacy" in os.environ.get(WITHOUT, "").split():
+    # `make test-without-legacy`: whoever still makes a quantized tensor is told.
+    for _granularity in ("per_tensor", "per_channel"):
+        setattr(torch, f"quantize_{_granularity}", _gone)
+        setattr(torch, f"_make_{_granularity}_quantized_tensor", _gone)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,6 +44,7 @@ ADAPTED_IMPORTS: dict[str, set[str]] = {
     "cli": {"rich", "typer"},
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn", "tokenizers"},
     "flower": {"cryptography", "flwr", "httpx"},
+    "freeze": {"onnxruntime"},
     "models": {"transformers"},
     "report": {"jinja2", "markupsafe", "matplotlib", "plotly"},
     "runlog": {"safetensors"},
@@ -119,8 +120,8 @@ def _nodes(path: Path, kind: type[ast.AST]) -> list[Any]:
 
 def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
     heavy = (
-        "datasets dp_accounting flwr matplotlib pandas PIL plotly pyarrow ray rich safetensors "
-        "scipy sklearn tokenizers transformers typer"
+        "datasets dp_accounting flwr matplotlib onnxruntime pandas PIL plotly pyarrow ray rich "
+        "safetensors scipy sklearn tokenizers transformers typer"
     )
     code = f"import sys, cocofl; print([m for m in {heavy.split()} if m in sys.modules])"
     result = subprocess.run(

@@ -156,3 +156,19 @@ def test_an_unknown_model_names_the_nearest(run) -> None:
     failed = run("profile", "mobilnet", "--analytic")
     assert failed.returncode == 2
     assert "did you mean mobilenet" in failed.stderr
+
+
+def test_select_counts_for_a_device_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for device, code, said in (
+        ("pi5", 0, "pi5: computed, not measured: BCM2712, 4 Cortex-A76 at 2.4 GHz"),
+        ("pi6", 2, "unknown device 'pi6' (did you mean pi5?)"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["select", f"analytic:{device}/cnn", "--time", "0.5"])
+        assert stopped.value.code == code
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert ("analytic:pi5/cnn: cnn, 6 spans" in printed.out) == (code == 0)

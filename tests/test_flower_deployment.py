@@ -99,8 +99,13 @@ def test_nothing_is_left_behind_and_failures_are_told(tmp_path: Path) -> None:
             network.submit(tmp_path / "no-such-app")
         await_text(network, "node0", "SuperNode ID")
         assert len(network.processes()) >= 2
-        node.terminate()
-        assert exit_code(node) == 143
+        words = ["flower", "device", "--insecure", "--superlink", f"127.0.0.1:{network.port}"]
+        device = network.spawn("device", [str(COCOFL), *words])
+        await_text(network, "device", "SuperNode ID")
+        assert "joining 127.0.0.1" in log_of(network, "device")
+        for one in (node, device):
+            one.terminate()
+            assert exit_code(one) == 143
     assert network.processes() == {}
 
 

@@ -94,3 +94,22 @@ def test_a_node_loads_no_pytorch_and_says_what_is_wrong() -> None:
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
     assert loaded.stdout.strip() == "False"
+
+
+def test_a_device_trains_without_the_compiler_of_pytorch() -> None:
+    """It is 90 MB that many parts of PyTorch load by the way; a Pi has better use for them."""
+    code = """
+import sys, numpy as np, cocofl, cocofl.flower.client
+from cocofl.experiment import Setup, load_data
+from cocofl.fl.federation import Situation
+from cocofl.fl.trainer import Task
+experiment = cocofl.Experiment().changed({"devices.count": 60})
+setup = Setup(experiment, load_data(experiment))
+trainer, rng = setup.trainer, np.random.default_rng(0)
+plan = setup.strategy.plan(Situation(0, 0, cocofl.Budget.parse(0.33, 0.33, 0.33), rng))
+state = trainer.server_state(cocofl.chain_state(trainer.chain()))
+sent = trainer.train(Task(0, 0, 0, setup.partition[0], plan.work, 0.1, {}), state)
+print(sent.samples > 0, [name for name in ("torch._dynamo", "ray") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True []"

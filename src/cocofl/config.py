@@ -121,6 +121,8 @@ class StrategySettings:
 class TableSettings:
     """What configurations cost: a file, ``measured:<cpu>-<model>``, ``analytic`` or ``auto``.
 
+    ``analytic:pi5`` counts as if on that device.
+
     ``auto`` takes the table measured for the model that ships with the package, else ``analytic``.
     """
 

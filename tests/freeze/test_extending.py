@@ -8,35 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl import KernelPlan, Span, chain_state, freeze, split
-from cocofl.freeze import KERNELS, LAYERS, Geometry, Kernel, LinearLayer, LinearMap, Prepared
+from cocofl.freeze import KERNELS, LAYERS, Kernel, LinearMap, Prepared
 from cocofl.numerics import Codes, Grid, as_float, quantize
 from cocofl.vector import DeviceWork, disagreement
 from tests.vector.serial import draw_round
 from tests.vector.training.test_cohort import BATCH, SAMPLES, cohort_of, serially, together
-
-
-class SignalConvolution(LinearLayer):
-    """``nn.Conv1d``: a convolution over images that are one row high."""
-
-    norms = (nn.BatchNorm1d,)
-    reshapes = True
-
-    def accepts(self, layer: nn.Conv1d, shape: tuple[int, ...]) -> bool:
-        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return len(shape) == 3 and plain and (layer.stride == (1,) or layer.dilation == (1,))
-
-    def geometry(self, layer: nn.Conv1d) -> Geometry:
-        (stride,), (dilation,) = layer.stride, layer.dilation
-        return Geometry((1, stride), (0, int(layer.padding[0])), (1, dilation), layer.groups)
-
-    def describe(self, layer: nn.Conv1d) -> str:
-        return f"conv1d {layer.kernel_size[0]} {layer.in_channels}→{layer.out_channels}"
-
-    def to_image(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(-2)
-
-    def from_image(self, x: Tensor) -> Tensor:
-        return x.squeeze(-2)
 
 
 class Residual(nn.Module):
@@ -60,19 +36,14 @@ X = torch.randn(SAMPLES, 2, 32, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (SAMPLES,), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture
-def with_signals(monkeypatch):
-    monkeypatch.setitem(LAYERS, nn.Conv1d, SignalConvolution())
-
-
-def test_a_layer_type_that_is_not_known_stays_in_float():
+def test_a_layer_type_that_is_not_known_stays_in_float(monkeypatch):
+    monkeypatch.delitem(LAYERS, nn.Conv1d)
     net = freeze(split(signals(), X[:BATCH]), Span(3, 4), backend="reference")
     assert {row.kernel for row in net.describe()} == {"float32"}
 
 
 @pytest.mark.parametrize("backend", ["reference", "onednn"])
-@pytest.mark.usefixtures("with_signals")
-def test_an_own_layer_type_runs_forward_and_backward_in_int8(backend):
+def test_a_layer_type_runs_forward_and_backward_in_int8(backend):
     chain = split(signals(), X[:BATCH])
     names = {row.operation for row in freeze(chain, Span(3, 4), backend=backend).describe()}
     assert {"conv1d 5 2→8 + norm + relu", "conv1d 3 8→8 + norm + add + relu"} <= names
@@ -85,8 +56,7 @@ def test_an_own_layer_type_runs_forward_and_backward_in_int8(backend):
         assert F.cosine_similarity(*gradients, dim=0) > 0.97
 
 
-@pytest.mark.usefixtures("with_signals")
-def test_an_own_layer_type_trains_in_a_cohort():
+def test_a_layer_type_trains_in_a_cohort():
     chain = split(signals(), X[:BATCH])
     assert disagreement(chain) is None
     spans = [Span(0, 1), Span(1, 2), Span(3, 4), Span(0, 4), Span(1, 2) | Span(3, 4)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from cocofl.freeze.kernels import (
     available,
     kernel,
     safe_weight_bits,
+    why_not,
 )
 from cocofl.freeze.kernels.base import is_x86
 from cocofl.freeze.kernels.legacy import NATIVE
@@ -24,15 +26,16 @@ from cocofl.numerics import Codes, Grid, QuantizedWeight, quantize_on_the_fly, q
 
 CPU = torch.device("cpu")
 IS_X86 = is_x86()
-INTEGER = [k for k in KERNELS.values() if k.integer and k.missing() is None]
-OTHERS = [k for k in KERNELS.values() if k is not REFERENCE and k.missing() is None]
+OTHERS = [k for k in available(CPU) if k is not REFERENCE]
+INTEGER = [k for k in OTHERS if k.integer]
 
 # Integer kernels round the same exact sum as the reference, so only ties and the order of float
 # additions differ: one code. bfloat16 keeps 8 bits of every factor and of every sum it stores,
 # which is as coarse as the codes themselves, and errors of a whole sum add up.
-# The legacy operators round a sum twice, first on a grid twice as coarse.
+# The legacy operators and those of ONNX Runtime round a sum twice, first on a grid twice as coarse.
 CODES_APART = {"bfloat16": 6}
-CODES_APART_AFTER_ADDING = {"bfloat16": 6, "legacy-fbgemm": 2, "legacy-qnnpack": 2}
+TWICE_ROUNDED = ("legacy-fbgemm", "legacy-qnnpack", "onnxruntime")
+CODES_APART_AFTER_ADDING = {"bfloat16": 6, **dict.fromkeys(TWICE_ROUNDED, 2)}
 RELATIVE = {"bfloat16": 0.02}
 
 # Sums saturate without VNNI and with 8-bit weights, so there the promise is about 7 bits.
@@ -272,7 +275,7 @@ def test_x86_kernels_without_vnni_get_seven_bits(features, onednn, fbgemm, monke
     found = {name: k.weight_bits() for name, k in KERNELS.items()}
     assert found == {
         "reference": 8, "bfloat16": 8, "onednn": onednn, "legacy-fbgemm": fbgemm,
-        "legacy-qnnpack": 8,
+        "legacy-qnnpack": 8, "onnxruntime": onednn,
     }  # fmt: skip
     if IS_X86:  # elsewhere none of them can be tried
         assert safe_weight_bits() == min(found[k.name] for k in available(CPU))
@@ -285,7 +288,7 @@ def test_arm_sums_in_int32_and_keeps_eight_bits(monkeypatch):
     assert safe_weight_bits() == 8
 
 
-X86_INTEGER = [k.name for k in INTEGER if k.name in {"onednn", "legacy-fbgemm"}]
+X86_INTEGER = [k.name for k in INTEGER if IS_X86 and k.name != "legacy-qnnpack"]
 
 
 @pytest.mark.parametrize("backend", X86_INTEGER)
@@ -324,6 +327,10 @@ def test_onednn_is_left_alone_where_it_ends_the_process(monkeypatch):
         assert (KERNELS["onednn"].missing() is None) is is_there
 
 
+NEEDS_LEGACY = pytest.mark.skipif(why_not(NATIVE) is not None, reason=f"no {NATIVE.name} here")
+
+
+@NEEDS_LEGACY
 def test_a_missing_engine_says_so(monkeypatch):
     monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", [])
     with pytest.raises(KernelMissing, match=r"has no (fbgemm|qnnpack)"):
@@ -341,6 +348,7 @@ def test_auto_falls_back_to_what_there_is(monkeypatch):
     assert net(random(2, 2, 8, 8, seed=5)).shape == (2, 4, 4, 4)
 
 
+@NEEDS_LEGACY
 def test_legacy_means_the_engine_of_this_processor():
     assert kernel("legacy") is NATIVE
     expected = "legacy-fbgemm" if platform.machine() == "x86_64" else "legacy-qnnpack"
@@ -424,3 +432,36 @@ def test_a_region_is_computed_in_what_the_plan_found_faster(faster: str, span: S
     # A simulation shows what int8 does to training.
     simulated = freeze(chain, span, plan=KernelPlan(plan.choices, fixed=True))
     assert {line.kernel for line in simulated.describe() if line.role != "trained"} != {"float32"}
+
+
+def test_everything_goes_on_without_the_legacy_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = KernelPlan({"linear 8>8 on 2x8": NATIVE.name, "linear 4>4 on 2x4": "reference"})
+    plan.save(tmp_path / "plan.json")
+    monkeypatch.setenv("COCOFL_WITHOUT", "legacy reference")
+    assert REFERENCE in available(CPU), "nothing is defined without it"
+    assert not any(k.name.startswith("legacy") for k in available(CPU))
+    with pytest.raises(KernelMissing, match="'legacy' cannot run here: COCOFL_WITHOUT names it"):
+        kernel("legacy")
+    net = freeze(small_chain(), Span(1, 2), backend="auto", plan=KernelPlan())
+    assert not any(row.kernel.startswith("legacy") for row in net.describe())
+    # What a machine remembers of better times is forgotten; a run's own plan is not.
+    again = KernelPlan.load(tmp_path / "plan.json", fixed=False)
+    assert again.choices == {"linear 4>4 on 2x4": "reference"}
+    assert KernelPlan.load(tmp_path / "plan.json").choices == plan.choices
+
+
+def test_a_kernel_that_rounds_wrongly_is_left_out() -> None:
+    def prepare(linear_map: LinearMap) -> Prepared:
+        sound = REFERENCE.prepare(linear_map)
+
+        def run(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
+            y = sound(x, out, addend)
+            return y if isinstance(y, Tensor) else y._replace(values=y.values.roll(1))
+
+        return run
+
+    wrong = Kernel("rounds wrongly", prepare, lambda: None, integer=True)
+    with pytest.warns(RuntimeWarning, match=r"off by .* of the reference's result"):
+        assert why_not(wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from cocofl.errors import InvalidModel, InvalidSetting
 from cocofl.models import MODELS
 from cocofl.profiling.analytic import analytic_table, block_work, peak_bytes
 from cocofl.profiling.cost_model import design, fast_table, fit, interleaved
+from cocofl.profiling.device_rates import DEVICES
 from cocofl.profiling.memory import MemoryModel, mark, peak_tensor_bytes, recorded
 from cocofl.profiling.subject import WIDTHS, Settings, measured_state
 from cocofl.profiling.sweep import Progress
@@ -322,3 +324,23 @@ def test_an_analytic_table_of_a_model_with_one_batch_size(own: str) -> None:
 def test_an_unknown_device_of_the_analytic_table(own: str) -> None:
     with pytest.raises(InvalidSetting, match="expected one of x64, pi4"):
         analytic_table(Settings(own), "abacus")
+
+
+def test_devices_that_were_computed_say_so_and_are_ordered_as_their_makers_do(own: str) -> None:
+    assert all("computed, not measured" in DEVICES[name].basis for name in set(DEVICES) - {"x64"})
+    assert (DEVICES["pi4"].float32_macs_per_s, DEVICES["pi4"].bytes_per_s) == (12e9, 3.2e9)
+    assert DEVICES["pi5"].int8_macs_per_s == 0.5 * 4 * 2.4e9 * 32
+    flagship = DEVICES["phone-flagship"]
+    assert flagship.float32_macs_per_s == pytest.approx(70.4e9)
+    full = {name: analytic_table(Settings(own), name).full_step_s for name in DEVICES}
+    assert full["pi4"] > full["phone-entry"] > full["phone-flagship"]
+    assert full["pi4"] > full["pi5"] > full["jetson-orin-nano"]
+
+
+def test_the_documentation_has_the_rates_of_devices() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text()
+    for name, device in DEVICES.items():
+        (line,) = re.findall(rf"^\| `{name}` .*$", page, re.M)
+        told = [float(x) for cell in line.split("|")[-3:-1] for x in re.findall(r"[\d.]+", cell)]
+        exact = [device.float32_macs_per_s, device.int8_macs_per_s, device.bytes_per_s]
+        assert told == pytest.approx([value / 1e9 for value in exact], rel=0.02)

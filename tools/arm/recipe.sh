@@ -99,6 +99,11 @@ if [ ! -e "site-$torch.done" ]; then
         "torch==$torch" numpy safetensors scikit-learn typer rich pytest hypothesis psutil
     rm -f site-*.done && touch "site-$torch.done"
 fi
+if [ ! -d site/onnxruntime ]; then # int8 kernels that need no quantized tensors of PyTorch
+    pipenv/bin/pip -q install --target site --no-deps --only-binary=:all: --python-version 3.11 \
+        --implementation cp --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
+        --platform any onnxruntime flatbuffers
+fi
 
 # ---- 3. The command ------------------------------------------------------------------------------
 mkdir -p support

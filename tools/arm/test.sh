@@ -12,15 +12,20 @@ shift
 bash "$here/recipe.sh" "$work"
 cd "$root"
 PYTHONPATH=src .venv/bin/python tools/arm/networks.py save "$work/x86.safetensors"
-export PYTHONPATH=$root/src:$root COCOFL_CACHE=$work/cache
+export PYTHONPATH=$root/src:$root
 [ $# -gt 0 ] || set -- cortex-a72 neoverse-n2
 for core in "$@"; do
     echo "== $core"
     export ARM_CPU=$core
     "$work/arm-python" -m pytest -q -p no:cacheprovider tests/freeze/test_kernels.py
-    "$work/arm-python" tools/arm/networks.py check "$work/x86.safetensors"
-    rm -rf "$work/run"
-    "$work/arm-python" -c 'from cocofl.cli import main; main()' run --out "$work/run" --no-report \
-        --set rounds=1 --set devices.count=4 --set devices.per_round=2 --set engine.workers=1
-    test -s "$work/run/model.safetensors"
+    for without in "" legacy; do # the second time as PyTorch will be without quantized tensors
+        export COCOFL_WITHOUT=$without COCOFL_CACHE=$work/cache-$core-$without
+        "$work/arm-python" tools/arm/networks.py check "$work/x86.safetensors"
+        rm -rf "$work/run"
+        "$work/arm-python" -c 'from cocofl.cli import main; main()' run --out "$work/run" \
+            --no-report --set rounds=1 --set devices.count=4 --set devices.per_round=2 \
+            --set engine.workers=1
+        test -s "$work/run/model.safetensors"
+    done
+    unset COCOFL_WITHOUT
 done

@@ -20,6 +20,7 @@ from rich.markup import escape
 
 from cocofl.cli.datasets import data_app
 from cocofl.cli.deploying import flower_app
+from cocofl.cli.joining import device
 from cocofl.cli.machine import doctor
 from cocofl.cli.profiling import profile, select
 from cocofl.cli.reproducing import reproduce_app
@@ -56,6 +57,7 @@ GROUPS = {
     MACHINE: (data_app, "show digits --split rc"),
     "Train on real devices": (flower_app, "up --supernodes 3 --set rounds=3"),
 }
+flower_app.command()(device)
 for job, commands in JOBS.items():
     for command in commands:
         app.command(rich_help_panel=job, short_help=_brief(command))(command)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from cocofl.cli.printing import check_writable
 from cocofl.cli.running import Changes, File, needs_flower, read_experiment
-from cocofl.errors import InvalidExperiment
+from cocofl.errors import InvalidExperiment, InvalidSetting
 from cocofl.fl.metrics import metric
 from cocofl.runlog import RoundRecord
 
+RootCertificates = Annotated[Path | None, typer.Option(help="The server's authority.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Without TLS.")]
 flower_app = typer.Typer(
     name="flower",
     help="A deployment with Flower: tried on this machine, or as an app.",
@@ -76,22 +78,37 @@ def app(
 
 @flower_app.command()
 def node(
-    superlink: Annotated[str, typer.Option(help="The server's address, HOST:PORT.")],
+    file: Annotated[
+        Path | None, typer.Option(help="What `cocofl flower device` wrote, instead of the others.")
+    ] = None,
+    superlink: Annotated[str, typer.Option(help="The server's address, HOST:PORT.")] = "",
     node_config: Annotated[str, typer.Option(help="What this device has: key=value …")] = "",
-    root_certificates: Annotated[Path | None, typer.Option(help="The server's authority.")] = None,
+    root_certificates: RootCertificates = None,
     auth_supernode_private_key: Annotated[
         Path | None, typer.Option(help="This device's key, which the server knows.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS.")] = False,
+    insecure: Insecure = False,
 ) -> None:
     """Take part as a device: its network stays in memory from round to round.
 
-    Example: cocofl flower node --superlink fl.example.org:8000 --root-certificates ca.crt
+    Example: cocofl flower node --file device/node.toml
     """
+    if file is not None:
+        if superlink or node_config or root_certificates or auth_supernode_private_key or insecure:
+            raise InvalidSetting(f"{file} says all of it: give --file alone, or only the others")
+        join(needs_flower("node_file").NodeFile.load(file).words())
     words = ["--superlink", superlink, "--node-config", node_config]
     if root_certificates is not None:
         words += ["--root-certificates", str(root_certificates)]
     if auth_supernode_private_key is not None:
         words += ["--auth-supernode-private-key", str(auth_supernode_private_key)]
+    if not superlink:
+        raise InvalidSetting("no server is named: give --superlink HOST:PORT, or --file")
+    join(words + ["--insecure"] * insecure)
+
+
+def join(words: list[str]) -> NoReturn:
+    """Become a SuperNode: this process, with PyTorch and all, is replaced."""
     program = [*needs_flower("loopback").NODE_PROGRAM, *words]
-    os.execv(program[0], program + ["--insecure"] * insecure)
+    sys.stdout.flush()
+    os.execv(program[0], program)

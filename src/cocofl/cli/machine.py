@@ -29,7 +29,7 @@ CPU_FEATURES = (
 )  # fmt: skip
 PACKAGES = (
     "cocofl", "torch", "numpy", "safetensors", "scikit-learn",
-    "datasets", "matplotlib", "plotly", "flwr", "tensorboard",
+    "datasets", "matplotlib", "plotly", "flwr", "onnxruntime", "tensorboard",
 )  # fmt: skip
 
 
@@ -62,10 +62,11 @@ def examine() -> list[Finding]:
     """Everything that is worth knowing before a first run, or in a bug report."""
     models = dict.fromkeys(name.rpartition("/")[0] for name in shipped())
     tables = Finding("profile tables", "good", ", ".join(models) or "none")
-    return [*_processor(), *_kernels(), *_gpu(), *_data(), tables, *_versions()]
+    return [*processor(), *kernels(), *_gpu(), *_data(), tables, *_versions()]
 
 
-def _processor() -> list[Finding]:
+def processor() -> list[Finding]:
+    """What this machine computes with."""
     capabilities: Mapping[str, Any] = torch.cpu.get_capabilities()
     has = [name for name in CPU_FEATURES if capabilities.get(name)]
     cores = f"{cpu_name()}, {os.cpu_count()} cores, {platform.machine()}"
@@ -79,7 +80,8 @@ def _processor() -> list[Finding]:
     ]
 
 
-def _kernels() -> list[Finding]:
+def kernels() -> list[Finding]:
+    """In which ways it can compute int8."""
     reasons = {name: why_not(kernel) for name, kernel in KERNELS.items()}
     return [
         Finding(f"kernel {name}", "note" if reason else "good", reason or "runs here")

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,12 +24,18 @@ from cocofl.named import vouch_for
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
+from cocofl.profiling.device_rates import DEVICES, device_named
 from cocofl.profiling.subject import Settings
 from cocofl.profiling.sweep import Progress, sweep
 from cocofl.report.tables import TextTable
 from cocofl.span import Blocks, Role
 
 SIGNS = {Role.FROZEN: "░", Role.TRAINED: "█", Role.PASSING: "▒"}
+ANALYTIC = "analytic:"
+AnalyticDevice = Annotated[
+    str,
+    typer.Option(help=f"For --analytic: {', '.join(DEVICES)}.", autocompletion=starting(DEVICES)),
+]
 LEGEND = "░ frozen   █ trained   ▒ frozen, gradients pass"
 
 
@@ -41,7 +48,7 @@ def profile(
         ),
     ],
     variant: Annotated[str, typer.Option(help="f, ff or qff.")] = "qff",
-    backend: Annotated[str, typer.Option(help="auto, reference, onednn or legacy.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, or a kernel `doctor` names.")] = "auto",
     method: Annotated[str, typer.Option(help="span, or width for HeteroFL and FjORD.")] = "span",
     threads: Annotated[int | None, typer.Option(help="Default: all of this machine.")] = None,
     batch: Annotated[int, typer.Option(help="Samples per mini-batch.")] = 32,
@@ -51,7 +58,7 @@ def profile(
     ] = False,
     fast: Annotated[bool, typer.Option("--fast", help="Measure few, predict the rest.")] = False,
     analytic: Annotated[bool, typer.Option("--analytic", help="Measure nothing: count.")] = False,
-    device: Annotated[str, typer.Option(help="For --analytic: x64 or pi4.")] = "x64",
+    device: AnalyticDevice = "x64",
     out: Annotated[Path | None, typer.Option(help="Default: MODEL-VARIANT.json.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw figures (PNG and SVG); OUT is used if it exists.")
@@ -83,9 +90,9 @@ def profile(
     if not path.exists():
         check_writable(path, "--out")
         if analytic:
-            analytic_table(settings, device).save(path)
+            _counted(settings, device).save(path)
         else:
-            _profile(settings, path, fast=fast)
+            measure(settings, path, fast=fast)
     table = ProfileTable.load(path)
     print(table.describe())
     if table.error:
@@ -104,7 +111,8 @@ def _draw(plot: Path, table: ProfileTable, more: Sequence[str], kind: str) -> No
     print("Figures: " + ", ".join(map(str, save_profile_figures(plot, tables))))
 
 
-def _profile(settings: Settings, path: Path, *, fast: bool) -> None:
+def measure(settings: Settings, path: Path, *, fast: bool) -> None:
+    """Make a table here, with a bar where somebody looks; Ctrl-C ends it with a word."""
     steps: Iterator[Progress | ProfileTable] = (
         fast_table(settings) if fast else sweep(settings, path, n_blocks=len(settings.chain()[0]))
     )
@@ -138,7 +146,8 @@ def select(
     table: Annotated[
         str,
         typer.Argument(
-            help="A profile table, or measured:CPU-MODEL.", autocompletion=starting(shipped())
+            help="A profile table, measured:CPU-MODEL, or analytic:DEVICE/MODEL.",
+            autocompletion=starting(shipped()),
         ),
     ],
     time: Annotated[str | None, typer.Option(help="0.33 of full, or 30s per round.")] = None,
@@ -156,7 +165,7 @@ def select(
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OtherHardware)
-        found = ProfileTable.load(table, n_blocks=blocks)
+        found = _table_named(table, blocks)
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     budget = Budget.parse(time, memory, upload, samples)
@@ -183,6 +192,24 @@ def select(
     }
     print(f"{len(spans)} of {len(found)} spans fit {budget}; {len(best)} are maximal (*)")
     print_text_table(TextTable.of("", columns, (LEGEND, found.describe())))
+
+
+def _table_named(source: str, n_blocks: int | None) -> ProfileTable:
+    """A table by its name; one that is analytic is counted now."""
+    if not source.startswith(ANALYTIC):
+        return ProfileTable.load(source, n_blocks=n_blocks)
+    device, _, model = source.removeprefix(ANALYTIC).partition("/")
+    vouch_for(model)
+    table = replace(_counted(Settings(model), device), name=source)
+    if n_blocks is not None:
+        table.check_fits(n_blocks)
+    return table
+
+
+def _counted(settings: Settings, device: str) -> ProfileTable:
+    """An analytic table; whoever uses it is told what the device's rates come from."""
+    print(f"{device}: {device_named(device).basis}", file=sys.stderr)
+    return analytic_table(settings, device)
 
 
 def _cell(table: ProfileTable, name: str, value: float) -> str:

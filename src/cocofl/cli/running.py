@@ -318,7 +318,9 @@ def needs_flower(name: str) -> Any:
     try:
         return import_module(f"cocofl.flower.{name}")
     except ModuleNotFoundError as error:
-        raise InvalidExperiment(f"this needs {error.name}: pip install 'cocofl[flower]'") from error
+        raise InvalidExperiment(
+            f"this needs {error.name}: pip install 'cocofl[flower]' (on a device 'cocofl[device]')"
+        ) from error
 
 
 def _rows(scene: Scene) -> list[dict[str, Any]]:

@@ -83,16 +83,18 @@ class ExperimentTables:
         if source == "auto":
             ready = [name for name in shipped() if name.endswith(f"-{model.name}/{kind}")]
             source = ready[0] if ready and not model.options else "analytic"
-        if source != "analytic":
+        kind_of_source, _, device = source.partition(":")
+        if kind_of_source != "analytic":
             named = source.startswith("measured:") and "/" not in source
             return ProfileTable.load(f"{source}/{kind}" if named else source)
         method, variant = ("width", "qff") if kind == "width" else ("span", kind)
         subject = self._trainer.spec.subject
         settings = Settings(**vars(subject), method=method, variant=variant)
-        return _analytic(settings, f"analytic {model.name} {kind}")
+        name = " ".join(["analytic", model.name, kind, *[f"on {device}"] * bool(device)])
+        return _analytic(settings, device or "x64", name)
 
 
 @lru_cache(maxsize=16)
-def _analytic(settings: Settings, name: str) -> ProfileTable:
+def _analytic(settings: Settings, device: str, name: str) -> ProfileTable:
     """Counted once for all runs of a comparison."""
-    return replace(analytic_table(settings), name=name)
+    return replace(analytic_table(settings, device), name=name)

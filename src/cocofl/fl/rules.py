@@ -64,9 +64,9 @@ def norm_fade(ballot: Ballot, clip: float = 1.0) -> Ballot:
 
     Devices with rare data send large changes, and liars larger ones. So the clip can be wide.
 
-    >>> sent = Ballot(torch.tensor([[2.5], [-50.0]]).double(), torch.ones(2, 1), usual=1.0)
+    >>> sent = Ballot(torch.tensor([[4.0], [-64.0]]).double(), torch.ones(2, 1), usual=1.0)
     >>> norm_fade(sent, clip=2.0).changes.tolist()
-    [[1.6], [-0.08]]
+    [[1.0], [-0.0625]]
     """
     return _shortened(ballot, clip, 2)
 

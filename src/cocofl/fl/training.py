@@ -16,7 +16,7 @@ from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import LAST_BATCH, n_batches
 from cocofl.named import lookup
-from cocofl.vector import Adam, Optimizer, Sgd, losses
+from cocofl.vector import Adam, Descent, Optimizer, Sgd, losses
 
 Loss = Callable[[Any, Tensor], Tensor]
 """From what the network returns and the labels to the mean loss of a mini-batch."""
@@ -149,7 +149,9 @@ class Training:
             total, count = total + float(loss.detach()), count + 1
         return total / max(count, 1)
 
-    def _optimizer(self, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    def _optimizer(
+        self, parameters: list[nn.Parameter], lr: float
+    ) -> Descent | torch.optim.Optimizer:
         stacked = self.stacked_optimizer()
         if stacked is not None:
             return stacked.for_one_device(parameters, lr)

@@ -23,14 +23,10 @@ from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat
 
+from cocofl.flower.keys import new_device_key, new_private_key
+from cocofl.flower.node_file import config_text
 from cocofl.flower.settings import toml_value
 from cocofl.named import search_path
 
@@ -113,21 +109,18 @@ class Loopback:
         """A SuperNode with its node config; with TLS it needs a key."""
         words = [*program, "--superlink", f"{_HOST}:{self.port}", *self._node_options]
         if config:
-            pairs = (f"{name}={json.dumps(value)}" for name, value in config.items())
-            words += ["--node-config", " ".join(pairs)]
+            words += ["--node-config", config_text(config)]
         if key is not None:
             words += ["--auth-supernode-private-key", str(key)]
         return self.spawn(name, words)
 
     def new_key(self, name: str, *, register: bool = True) -> Path:
-        """A key as ``ssh-keygen -t ecdsa -b 384`` makes it, known to the SuperLink or not."""
+        """A key, known to the SuperLink or not."""
         path = self.folder / "keys" / name
         path.parent.mkdir(exist_ok=True)
-        key = _new_private_key(path, PrivateFormat.OpenSSH).public_key()
-        public = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-        path.with_suffix(".pub").write_bytes(public + b"\n")
+        public = new_device_key(path)
         if register:
-            self.flwr("supernode", "register", f"{path}.pub", LINK)
+            self.flwr("supernode", "register", str(public), LINK)
         return path
 
     def spawn(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
@@ -249,14 +242,11 @@ def _free_port() -> int:
     raise DeploymentFailed(f"found no free port on {_HOST}")
 
 
-# --- certificates and keys -----------------------------------------------------------------------
-# Real ones are made with openssl and ssh-keygen, as docs/deployment.md shows.
-
-
+# A real certificate is made with openssl, as docs/deployment.md shows.
 def make_certificate(folder: Path) -> None:
     """``server.crt`` and ``server.key`` for a server on this machine, which vouches for itself."""
     folder.mkdir(parents=True, exist_ok=True)
-    key = _new_private_key(folder / "server.key", PrivateFormat.PKCS8)
+    key = new_private_key(folder / "server.key", PrivateFormat.PKCS8)
     public, now = key.public_key(), datetime.now(UTC)
     name = x509.Name.from_rfc4514_string("CN=localhost")
     addresses = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(_HOST))]
@@ -270,10 +260,3 @@ def make_certificate(folder: Path) -> None:
         .sign(key, hashes.SHA384())
     )
     (folder / "server.crt").write_bytes(made.public_bytes(Encoding.PEM))
-
-
-def _new_private_key(path: Path, form: PrivateFormat) -> ec.EllipticCurvePrivateKey:
-    key = ec.generate_private_key(ec.SECP384R1())
-    path.touch(mode=0o600)
-    path.write_bytes(key.private_bytes(Encoding.PEM, form, NoEncryption()))
-    return key

@@ -6,9 +6,11 @@ A plan makes a second run use the same kernels as the first, which bit-equal res
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,16 @@ from cocofl.freeze.kernels import (
     disagreement,
     kernel,
     leave_out,
+    why_not,
 )
 from cocofl.freeze.layout import channels_last
 from cocofl.numerics import Codes, Grid, as_float
 
+logger = logging.getLogger(__name__)
 _REPEATS = 7
 # Whole regions take long: where one is so much faster than the other, one look is enough.
 _CLEAR = 0.8
+_LONG = 2.0  # seconds after which a person wants to know
 INT8, FLOAT = "int8", "float32"
 """What a whole region may be computed in."""
 _FORMAT = "cocofl kernel plan 1"
@@ -64,6 +69,7 @@ class KernelPlan:
                     f"known are {', '.join(known)}"
                 )
         self._choices, self._fixed, self.regions = dict(choices or {}), fixed, regions
+        self._measured_s = 0.0
 
     @property
     def choices(self) -> dict[str, str]:
@@ -76,7 +82,8 @@ class KernelPlan:
         if signature not in self._choices:
             if self._fixed:
                 raise KernelMissing(f"the kernel plan says nothing about {signature!r}")
-            self._choices[signature] = fastest(linear_map)
+            with self._measuring():
+                self._choices[signature] = fastest(linear_map)
         return kernel(self._choices[signature])
 
     def choose_for_region(
@@ -89,8 +96,21 @@ class KernelPlan:
         if signature not in self._choices:
             if self._fixed:
                 raise KernelMissing(f"the kernel plan says nothing about {signature!r}")
-            self._choices[signature] = shortest(contenders(), 3, clear=_CLEAR)
+            with self._measuring():
+                self._choices[signature] = shortest(contenders(), 3, clear=_CLEAR)
         return self._choices[signature]
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Say what takes so long, once."""
+        begin, was_short = time.perf_counter(), self._measured_s < _LONG
+        yield
+        self._measured_s += time.perf_counter() - begin
+        if was_short and self._measured_s >= _LONG:
+            logger.warning(
+                "measuring which int8 kernels are fastest for this network on this machine; "
+                "pass freeze(…, plan=…) a saved KernelPlan to do so once"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
@@ -99,7 +119,10 @@ class KernelPlan:
 
     @classmethod
     def load(cls, path: str | Path, *, fixed: bool = True, regions: bool = False) -> KernelPlan:
-        """Read a saved plan; by default it is then obeyed and never extended."""
+        """Read a saved plan; by default it is then obeyed and never extended.
+
+        One that may be extended forgets kernels that are gone, and measures what they ran anew.
+        """
         try:
             content = parsed_json(read_limited(Path(path)))
         except (OSError, ValueError) as error:
@@ -111,7 +134,11 @@ class KernelPlan:
             and _are_choices(content["choices"])
         ):
             raise InvalidSetting(f"{path} is not a kernel plan of format {_FORMAT!r}")
-        return cls(content["choices"], fixed=fixed, regions=regions)
+        choices = content["choices"]
+        if not fixed:
+            usable = {name for name, k in KERNELS.items() if why_not(k) is None} | {INT8, FLOAT}
+            choices = {map_: name for map_, name in choices.items() if name in usable}
+        return cls(choices, fixed=fixed, regions=regions)
 
 
 def fastest(linear_map: LinearMap) -> str:

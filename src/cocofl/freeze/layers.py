@@ -156,7 +156,40 @@ class Convolution(LinearLayer):
         return f"{kind} {size} {layer.in_channels}→{layer.out_channels}"
 
 
-LAYERS: dict[type[nn.Module], LinearLayer] = {nn.Linear: Product(), nn.Conv2d: Convolution()}
+class SignalConvolution(LinearLayer):
+    """``nn.Conv1d``: a convolution over images that are one row high."""
+
+    norms = (nn.BatchNorm1d,)
+    reshapes = True
+
+    def accepts(self, layer: nn.Conv1d, shape: tuple[int, ...]) -> bool:
+        """Where it is a plain one whose gradient is a convolution again."""
+        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+        return len(shape) == 3 and plain and (layer.stride == (1,) or layer.dilation == (1,))
+
+    def geometry(self, layer: nn.Conv1d) -> Geometry:
+        """As the layer has it, along the row."""
+        (stride,), (dilation,) = layer.stride, layer.dilation
+        return Geometry((1, stride), (0, int(layer.padding[0])), (1, dilation), layer.groups)
+
+    def describe(self, layer: nn.Conv1d) -> str:
+        """Its kernel and channels."""
+        return f"conv1d {layer.kernel_size[0]} {layer.in_channels}→{layer.out_channels}"
+
+    def to_image(self, x: Tensor) -> Tensor:
+        """With the one row."""
+        return x.unsqueeze(-2)
+
+    def from_image(self, x: Tensor) -> Tensor:
+        """Without it."""
+        return x.squeeze(-2)
+
+
+LAYERS: dict[type[nn.Module], LinearLayer] = {
+    nn.Linear: Product(),
+    nn.Conv1d: SignalConvolution(),
+    nn.Conv2d: Convolution(),
+}
 
 
 def is_plain(layer: nn.Module | None, *kinds: type[nn.Module]) -> bool:

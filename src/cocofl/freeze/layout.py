@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from cocofl.freeze.dispatch import OperationWatch
 
 
 def channels_last(x: Any) -> Any:
@@ -31,11 +32,11 @@ def enough_channels() -> int:
     return 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
 
 
-class FaultyConvolutions(TorchDispatchMode):
+class FaultyConvolutions(OperationWatch):
     """Notices whether what runs inside has such a convolution, whoever calls it."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen = False
 
     def __torch_dispatch__(

@@ -78,6 +78,7 @@ def freeze(
     if variant == "qff":
         choose = _chooser(backend, plan)
         settings = IntegerSettings(choose, headroom, _weight_bits(weight_bits, backend))
+        network.tell_what_stays_float()
     parts: list[Part] = []
     for region, role in blocks.regions(len(network)):
         if settings is None or role is Role.TRAINED:
@@ -270,7 +271,7 @@ def _trial(network: Network, parts: Sequence[Part]) -> Callable[[], object]:
     def run() -> None:
         given = [channels_last(_own_copy(values[name], passing)) for name in taken]
         with torch.set_grad_enabled(passing):
-            result = flow.run(parts, given)
+            result = flow.run([partial(Part.__call__, part) for part in parts], given)
         ends = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
@@ -18,8 +19,11 @@ from cocofl.freeze.memory_saving import memory_saving
 from cocofl.freeze.operations import LoweredBlock
 from cocofl.freeze.scheme import GRADIENT, OUTPUT, Grids, QuantizationScheme, scale_key
 from cocofl.freeze.state import block_state
+from cocofl.freeze.work import Work, work_of
 
+logger = logging.getLogger(__name__)
 _SCALE_BYTES = 4
+_MOST = 0.5
 
 
 class LoweredChain:
@@ -27,6 +31,7 @@ class LoweredChain:
 
     def __init__(self, chain: BlockChain, blocks: tuple[LoweredBlock, ...]) -> None:
         self._wiring, self.blocks = chain.wiring, blocks
+        self._dtypes = [sorted({str(p.dtype) for p in b.parameters()}) for b in chain.blocks]
         self.shapes = {name: shape for low in blocks for name, shape in low.shapes.items()}
         """Of all float values, on the example."""
         self._non_negative = frozenset[str]().union(*(low.non_negative for low in blocks))
@@ -47,7 +52,7 @@ class LoweredChain:
         operations = [(b.descriptions, tuple(b.shapes.values()), b.channels_last) for b in low]
         sites = {site for b in low for site in b.sites}
         scales = sum(scale_key(site, way) in known for site in sites for way in (OUTPUT, GRADIENT))
-        text = repr((operations, passing, scales))
+        text = repr((operations, [self._dtypes[i] for i in blocks], passing, scales))
         return f"region {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def borders(self, blocks: range) -> tuple[dict[str, str], dict[str, Any]]:
@@ -89,6 +94,7 @@ class Network:
             )
         self.chain = chain
         self.lowered = LoweredChain(chain, lower(chain))
+        self._told = False
 
     @classmethod
     def of(cls, chain: BlockChain | Network) -> Network:
@@ -123,6 +129,33 @@ class Network:
     def with_dropout(self) -> LoweredChain:
         """The same with dropout as operations, which devices that train a block need."""
         return LoweredChain(self.chain, lower(self.chain, keep_dropout=True))
+
+    @cached_property
+    def work(self) -> tuple[Work, ...]:
+        """The multiplications of each block, and how many of them have an int8 form."""
+        return work_of(self.chain, self.lowered.blocks)
+
+    @cached_property
+    def int8_share(self) -> float:
+        """Of all multiplications, the share that has an int8 form; 1 where there are none."""
+        total = sum(one.every for one in self.work)
+        return sum(one.int8 for one in self.work) / total if total else 1.0
+
+    @cached_property
+    def what_stays_float(self) -> str:
+        """A line about the other share; empty where that is less than half."""
+        if self.int8_share >= _MOST:
+            return ""
+        names = sorted(frozenset[str]().union(*(one.float_layers for one in self.work)))
+        where = f" (in {', '.join(names)})" if names else ""
+        left = 100 * (1 - self.int8_share)
+        return f"frozen, {left:.0f} % of this network's multiplications stay in float32{where}"
+
+    def tell_what_stays_float(self) -> None:
+        """Once."""
+        if not self._told and self.what_stays_float:
+            logger.warning(self.what_stays_float)
+        self._told = True
 
     @cached_property
     def trained_blocks(self) -> tuple[nn.Module, ...]:

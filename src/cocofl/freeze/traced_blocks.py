@@ -205,11 +205,11 @@ def _normalises_its_input(traced: fx.GraphModule) -> bool:
 def _runs_channels_last(traced: fx.GraphModule, arguments: list[Any]) -> bool:
     if _normalises_its_input(traced):
         return False
-    own_block = copy_block(traced, {}).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    trial = fx.Interpreter(own_block)
-    trial.extra_traceback = False
     faults = FaultyConvolutions()
     try:
+        own = copy_block(traced, {}).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        trial = fx.Interpreter(own)
+        trial.extra_traceback = False
         with faults:
             trial.run(*[channels_last(_copied(x)) for x in arguments])
     except RuntimeError:

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from cocofl.chain import BlockChain
-from cocofl.errors import CocoflError, InvalidSetting
+from cocofl.errors import CocoflError
 from cocofl.freeze import freeze, upload_sizes
+from cocofl.freeze.dispatch import OperationWatch
+from cocofl.profiling.device_rates import Device, device_named
 from cocofl.profiling.subject import (
     LEVELS,
     STEPS,
@@ -34,23 +35,6 @@ from cocofl.profiling.subject import (
 )
 from cocofl.profiling.table import Configuration, Cost, ProfileTable
 from cocofl.span import Blocks, Role, Span
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a processor can do, all cores together."""
-
-    float32_macs_per_s: float
-    int8_macs_per_s: float
-    bytes_per_s: float
-
-
-DEVICES = {
-    # Two Zen 4 cores with AVX512-VNNI: rates of the convolutions of MobileNetV2 and ResNet18.
-    "x64": Device(float32_macs_per_s=70e9, int8_macs_per_s=260e9, bytes_per_s=12e9),
-    # Four Cortex-A72 cores: NEON without dot products, one memory channel.
-    "pi4": Device(float32_macs_per_s=12e9, int8_macs_per_s=20e9, bytes_per_s=3e9),
-}
 
 # Where a model can be cut shows with few samples; only counting takes the whole mini-batch.
 _SAMPLES = 2
@@ -122,11 +106,11 @@ def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
     return work
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(OperationWatch):
     """Adds multiply-accumulates and the bytes that operations write to the block that runs."""
 
     def __init__(self, block: BlockWork) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.block = block
 
     def enter(self, block: BlockWork, _module: nn.Module, _inputs: Any) -> None:
@@ -218,19 +202,18 @@ def peak_bytes(
 
 def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
     """The table of every span or width, from counting alone."""
-    if device not in DEVICES:
-        raise InvalidSetting(f"unknown device {device!r}; expected one of {', '.join(DEVICES)}")
+    rates = device_named(device)
     costs: dict[Configuration, Cost] = {}
     if settings.method == "width":
         counted = {}
         for width in {*LEVELS, *STEPS[::7], 1.0}:
             work, inputs = _work_of(settings, width)
-            counted[width] = _cost(work, Span(0, len(work)), "f", inputs, DEVICES[device])
+            counted[width] = _cost(work, Span(0, len(work)), "f", inputs, rates)
         costs = interpolated(counted)
     else:
         work, inputs = _work_of(settings)
         for blocks in settings.spans(len(work)):
-            costs[blocks] = _cost(work, blocks, settings.variant, inputs, DEVICES[device])
+            costs[blocks] = _cost(work, blocks, settings.variant, inputs, rates)
     return settings.table(costs, len(work), source="analytic", backend=f"analytic {device}")
 
 

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.freeze import freeze, upload_sizes
-from cocofl.profiling.analytic import DEVICES, BlockWork, block_seconds, block_work
+from cocofl.profiling.analytic import BlockWork, block_seconds, block_work
+from cocofl.profiling.device_rates import DEVICES
 from cocofl.profiling.memory import Build, MemoryModel, peak_tensor_bytes
 from cocofl.profiling.subject import (
     LEVELS,

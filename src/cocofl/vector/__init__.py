@@ -8,7 +8,7 @@ from cocofl.vector.training.cohort import Cohort, DeviceWork, Source
 from cocofl.vector.training.execution import PRECISIONS, Graphs, Precision
 from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
 from cocofl.vector.training.levels import WHOLE, factor_row
-from cocofl.vector.training.optimizer import Adam, Optimizer, Sgd
+from cocofl.vector.training.optimizer import Adam, Descent, Optimizer, Sgd
 from cocofl.vector.training.rules import RuleMemory
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "WHOLE",
     "Adam",
     "Cohort",
+    "Descent",
     "DeviceWork",
     "Graphs",
     "Optimizer",

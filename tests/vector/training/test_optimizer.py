@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -72,6 +74,34 @@ def test_rows_move_as_each_does_alone(settings: Optimizer) -> None:
         assert torch.equal(rows[device, n:], begin[device, n:])
         assert all(not kept[device, n:].any() for kept in memory if kept.ndim == 2)
     assert torch.equal(rows[3], begin[3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "theirs"),
+    [
+        (Sgd(weight_decay=0.1), partial(torch.optim.SGD, weight_decay=0.1)),
+        (Sgd(momentum=0.9), partial(torch.optim.SGD, momentum=0.9)),
+        (Adam(weight_decay=0.1), partial(torch.optim.Adam, weight_decay=0.1)),
+    ],
+    ids=str,
+)
+def test_a_device_alone_descends_with_the_bits_of_pytorch(
+    settings: Optimizer, theirs: Callable[..., torch.optim.Optimizer]
+) -> None:
+    torch.manual_seed(0)
+    begin = [torch.randn(5, 3), torch.randn(7), torch.randn(2)]
+    ours, other = ([nn.Parameter(x.clone()) for x in begin] for _ in range(2))
+    ways = ((settings.for_one_device(ours, 0.1), ours), (theirs(other, lr=0.1), other))
+    for step in range(3):
+        gradients = [torch.randn_like(x) for x in begin]
+        for optimizer, parameters in ways:
+            optimizer.zero_grad()
+            for index, parameter in enumerate(parameters):
+                if (step, index) != (0, 1):  # one comes later than the others
+                    parameter.grad = gradients[index].clone()
+            optimizer.step()
+    assert all(map(torch.equal, ours, other))
+    assert not any(map(torch.equal, ours, begin))
 
 
 def test_a_device_alone_leaves_what_has_no_gradient() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from functools import cache
 
@@ -13,6 +14,7 @@ from cocofl.errors import KernelMissing
 from cocofl.freeze.kernels.base import BFLOAT16, REFERENCE, Geometry, Kernel, LinearMap, Prepared
 from cocofl.freeze.kernels.legacy import FBGEMM, NATIVE, QNNPACK
 from cocofl.freeze.kernels.onednn import ONEDNN
+from cocofl.freeze.kernels.onnx_runtime import ONNX_RUNTIME
 from cocofl.numerics import Codes, Grid, QuantizedWeight, as_float
 
 __all__ = [
@@ -31,8 +33,10 @@ __all__ = [
     "why_not",
 ]
 
-KERNELS = {k.name: k for k in (REFERENCE, BFLOAT16, ONEDNN, FBGEMM, QNNPACK)}
+KERNELS = {k.name: k for k in (REFERENCE, BFLOAT16, ONEDNN, FBGEMM, QNNPACK, ONNX_RUNTIME)}
 """By name. One's own, put in here, can be asked for as a backend, and ``auto`` tries it."""
+WITHOUT = "COCOFL_WITHOUT"
+"""An environment variable that names kernels to do without, as if PyTorch did not have them."""
 INTEGER_ERROR, ROUNDED_ERROR = 1e-4, 2e-2
 """By how much a kernel may differ from the reference: sums of int8 products are exact but for the
 last float32 operations, and bfloat16 has three digits."""
@@ -62,6 +66,9 @@ def available(device: torch.device) -> list[Kernel]:
 
 def why_not(chosen: Kernel) -> str | None:
     """Why a kernel cannot run here, or None: tried, since PyTorch lists some that cannot."""
+    unwanted = {chosen.name, chosen.name.partition("-")[0]} & {*os.environ.get(WITHOUT, "").split()}
+    if unwanted and chosen is not REFERENCE:
+        return f"{WITHOUT} names it"
     return chosen.missing() or _fails(chosen)
 
 
@@ -73,19 +80,27 @@ def _fails(chosen: Kernel) -> str | None:
             one = LinearMap(QuantizedWeight(codes, torch.ones(8)), None, geometry, False, 0, shape)
             values = torch.arange(math.prod(shape), dtype=torch.uint8).reshape(shape)
             x = Codes(values, Grid(1.0, 0))
-            chosen.prepare(one)(x, Grid(1.0, 0), None)
-            found, truth = (k.prepare(one)(x, None, None) for k in (chosen, REFERENCE))
-            if problem := disagreement(chosen, as_float(found), as_float(truth)):
-                return leave_out(chosen.name, problem)
+            # Some round by themselves, and leave what is not rounded to the reference.
+            for out in (None, Grid(64.0, 128)):
+                found, truth = (as_float(k.prepare(one)(x, out, None)) for k in (chosen, REFERENCE))
+                if problem := disagreement(chosen, found, truth, out):
+                    return leave_out(chosen.name, problem)
     except Exception as error:  # whatever it is, the others can do the work
         return leave_out(chosen.name, f"{type(error).__name__}: {error}")
     return None
 
 
-def disagreement(chosen: Kernel, found: Tensor, truth: Tensor) -> str | None:
-    """What is wrong with a kernel's result beside the reference's; None where it is right."""
+def disagreement(
+    chosen: Kernel, found: Tensor, truth: Tensor, out: Grid | None = None
+) -> str | None:
+    """What is wrong with a kernel's result beside the reference's; None where it is right.
+
+    Where both were rounded to the grid ``out``, they may fall on neighbours.
+    """
     error = float((found - truth).norm() / truth.norm().clamp_min(1e-12))
     allowed = INTEGER_ERROR if chosen.integer else ROUNDED_ERROR
+    if out is not None:
+        allowed += float(torch.full_like(truth, out.scale).norm() / truth.norm().clamp_min(1e-12))
     return None if error <= allowed else f"it is off by {error:.2g} of the reference's result"
 
 

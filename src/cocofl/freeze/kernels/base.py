@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cocofl.numerics import Codes, Grid, QuantizedWeight, as_float, quantize
+from cocofl.numerics import LARGEST_CODE, Codes, Grid, QuantizedWeight, as_float, quantize
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,22 @@ def finished(
     if relu:
         y.relu_()
     return y if out is None else quantize(y, out)
+
+
+def grid_before_adding(out: Grid, addend: Codes | Tensor) -> Grid:
+    """The grid of all values which, with some addend, give a sum that ``out`` can hold.
+
+    For kernels that round before they can add.
+    """
+    low, high = _ends(out)
+    least, most = _ends(addend.grid) if isinstance(addend, Codes) else torch.aminmax(addend)
+    low, high = min(low - float(most), 0.0), max(high - float(least), 0.0)
+    scale = (high - low) / LARGEST_CODE
+    return Grid(scale, round(-low / scale))
+
+
+def _ends(grid: Grid) -> tuple[float, float]:
+    return -grid.scale * grid.zero_point, grid.scale * (LARGEST_CODE - grid.zero_point)
 
 
 def _prepare(linear_map: LinearMap, dtype: torch.dtype) -> Prepared:

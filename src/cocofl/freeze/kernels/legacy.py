@@ -1,7 +1,8 @@
 """int8 through ``torch.ops.quantized``: fbgemm on x86, qnnpack on ARM.
 
-PyTorch has announced the removal of the quantized dtypes this needs. It is kept for ARM, where
-the oneDNN operators do not exist, and is one file so that it can be deleted.
+PyTorch has announced the removal of the quantized dtypes this needs. Nothing needs it: where it is
+missing, or left out (``COCOFL_WITHOUT=legacy``), the others do its work. It is one file, so that it
+can be deleted.
 
 These operators cannot add before they round, so a sum is rounded twice here, and they cannot
 return float32, so such maps run as the reference does. So do depthwise convolutions on fbgemm,
@@ -23,9 +24,10 @@ from cocofl.freeze.kernels.base import (
     Prepared,
     bits_with,
     finished,
+    grid_before_adding,
     is_x86,
 )
-from cocofl.numerics import LARGEST_CODE, Codes, Grid
+from cocofl.numerics import Codes, Grid
 
 _SEVEN_BITS = 63  # the largest code of a 7-bit weight
 
@@ -70,7 +72,7 @@ def _prepare(linear_map: LinearMap, engine: str) -> Prepared:
         if addend is None:
             y = (rectified if relu else plain)(boxed, packed, out.scale, out.zero_point)
             return Codes(y.int_repr(), out)
-        wide = _before_adding(out, addend)
+        wide = grid_before_adding(out, addend)
         part = Codes(plain(boxed, packed, wide.scale, wide.zero_point).int_repr(), wide)
         return finished(part.dequantize(), addend, out, relu=relu)
 
@@ -84,21 +86,9 @@ def _sums_in_int16(linear_map: LinearMap) -> bool:
     return depthwise and codes.shape[1] == 1 and int(codes.abs().max()) > _SEVEN_BITS
 
 
-def _before_adding(out: Grid, addend: Codes | Tensor) -> Grid:
-    """The grid of all values which, with some addend, give a sum that ``out`` can hold."""
-    low, high = _ends(out)
-    least, most = _ends(addend.grid) if isinstance(addend, Codes) else torch.aminmax(addend)
-    low, high = min(low - float(most), 0.0), max(high - float(least), 0.0)
-    scale = (high - low) / LARGEST_CODE
-    return Grid(scale, round(-low / scale))
-
-
-def _ends(grid: Grid) -> tuple[float, float]:
-    return -grid.scale * grid.zero_point, grid.scale * (LARGEST_CODE - grid.zero_point)
-
-
 def _missing(engine: str) -> str | None:
-    if engine not in torch.backends.quantized.supported_engines:
+    engines = getattr(getattr(torch.backends, "quantized", None), "supported_engines", ())
+    if engine not in engines or not hasattr(torch, "_make_per_tensor_quantized_tensor"):
         return f"this build of PyTorch has no {engine}"
     # PyTorch lists it for ARM, too, where it raises.
     return "fbgemm is for x86 only" if engine == "fbgemm" and not is_x86() else None

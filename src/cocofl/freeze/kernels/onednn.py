@@ -1,4 +1,4 @@
-"""int8 on x86 through the operators behind PyTorch's own int8 inference.
+"""int8 through the operators behind PyTorch's own int8 inference.
 
 Plain uint8 and int8 tensors go in and out; oneDNN multiplies in int8, accumulates in int32,
 and applies bias, addend and ReLU before it rounds to the output codes.
@@ -13,7 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cocofl.freeze.kernels.base import Geometry, Kernel, LinearMap, Prepared, bits_with, finished
+from cocofl.freeze.kernels.base import (
+    REFERENCE,
+    Geometry,
+    Kernel,
+    LinearMap,
+    Prepared,
+    bits_with,
+    finished,
+    is_x86,
+)
 from cocofl.numerics import Codes, Grid, as_float
 
 _FLOAT_GRID = Grid(1.0, 0)  # what oneDNN wants to hear when its output is float32
@@ -22,7 +31,15 @@ _FLOAT_GRID = Grid(1.0, 0)  # what oneDNN wants to hear when its output is float
 def _prepare(linear_map: LinearMap) -> Prepared:
     if linear_map.geometry is None:
         return _prepare_linear(linear_map)
+    if _errs_on_arm(linear_map, linear_map.geometry):
+        return REFERENCE.prepare(linear_map)
     return _prepare_convolution(linear_map, linear_map.geometry)
+
+
+def _errs_on_arm(linear_map: LinearMap, geometry: Geometry) -> bool:
+    """Whether its result would be off by some percent: seen on ARM with SVE, 1×1 in groups."""
+    pointwise = linear_map.weight.codes.shape[2:] == (1, 1)
+    return pointwise and geometry.groups > 1 and not is_x86()
 
 
 def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from cocofl.vector.kernels.choice import PLAIN, KernelSet
 
@@ -63,11 +64,9 @@ class Optimizer(ABC):
         moved = torch.addcmul(parameters, direction, rate[:, None], value=-1)
         parameters.copy_(torch.where(learns, moved, parameters))
 
-    def for_one_device(
-        self, parameters: Iterable[nn.Parameter], lr: float
-    ) -> torch.optim.Optimizer:
+    def for_one_device(self, parameters: Iterable[nn.Parameter], lr: float) -> Descent:
         """The same for a device that trains alone; clipping is left to who calls it."""
-        return _OneDevice(parameters, lr, replace(self, clip=None))
+        return _RowDescent(parameters, lr, replace(self, clip=None))
 
     @property
     def _is_plain(self) -> bool:
@@ -87,11 +86,9 @@ class Sgd(Optimizer):
 
     momentum: float = 0.0
 
-    def for_one_device(
-        self, parameters: Iterable[nn.Parameter], lr: float
-    ) -> torch.optim.Optimizer:
-        """PyTorch's own."""
-        return torch.optim.SGD(parameters, lr, self.momentum, weight_decay=self.weight_decay)
+    def for_one_device(self, parameters: Iterable[nn.Parameter], lr: float) -> Descent:
+        """As PyTorch computes it."""
+        return _SgdDescent(parameters, lr, self)
 
     def memory(self, parameters: Tensor) -> tuple[Tensor, ...]:
         """The velocity, where there is momentum."""
@@ -115,11 +112,9 @@ class Sgd(Optimizer):
 class Adam(Optimizer):
     """As ``torch.optim.Adam``."""
 
-    def for_one_device(
-        self, parameters: Iterable[nn.Parameter], lr: float
-    ) -> torch.optim.Optimizer:
-        """PyTorch's own."""
-        return torch.optim.Adam(parameters, lr, weight_decay=self.weight_decay)
+    def for_one_device(self, parameters: Iterable[nn.Parameter], lr: float) -> Descent:
+        """As PyTorch computes it."""
+        return _AdamDescent(parameters, lr, self)
 
     def memory(self, parameters: Tensor) -> tuple[Tensor, ...]:
         """How many steps each device took, and running means of gradients and their squares."""
@@ -143,28 +138,102 @@ class Adam(Optimizer):
         return mean / (square.sqrt() / spread[:, None] + _EPS), rate
 
 
-class _OneDevice(torch.optim.Optimizer):
+class Descent(ABC):
+    """The optimizer of a device that trains alone: what training calls of those of PyTorch.
+
+    It is none of them, but calls the same functions: the first ``torch.optim.Optimizer`` of a
+    process loads PyTorch's compiler, which would be a fifth of a device's memory.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        self._parameters, self._lr = list(parameters), lr
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move all parameters; one without a gradient stays."""
+        moving = [p for p in self._parameters if p.grad is not None]
+        self._move(moving, [p.grad for p in moving if p.grad is not None])
+
+    @abstractmethod
+    def _move(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        """Move these by what they remember and by their gradients."""
+
+
+class _SgdDescent(Descent):
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, rule: Sgd) -> None:
+        super().__init__(parameters, lr)
+        self._rule = rule
+        self._velocity: dict[nn.Parameter, Tensor | None] = {}
+
+    def _move(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        momentum, weight_decay = self._rule.momentum, self._rule.weight_decay
+        velocity = [self._velocity.get(p) for p in parameters] if momentum else []
+        sgd(
+            list(parameters),
+            gradients,
+            velocity,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=self._lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        self._velocity.update(zip(parameters, velocity, strict=False))
+
+
+class _AdamDescent(Descent):
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, rule: Adam) -> None:
+        super().__init__(parameters, lr)
+        self._weight_decay = rule.weight_decay
+        self._memory: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def _move(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        for p in parameters:
+            if p not in self._memory:
+                self._memory[p] = (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(0.0))
+        means, squares, steps = ([self._memory[p][i] for p in parameters] for i in range(3))
+        adam(
+            list(parameters),
+            gradients,
+            means,
+            squares,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=_BETA1,
+            beta2=_BETA2,
+            lr=self._lr,
+            weight_decay=self._weight_decay,
+            eps=_EPS,
+            maximize=False,
+        )
+
+
+class _RowDescent(Descent):
     """An optimizer of rows on a single row: all parameters of one device, behind each other."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, rule: Optimizer) -> None:
-        super().__init__(parameters, {"lr": lr})
+        super().__init__(parameters, lr)
         self._rule = rule
         self._memory: tuple[Tensor, ...] | None = None
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move all parameters; one without a gradient stays."""
-        del closure
-        (group,) = self.param_groups
-        parameters: list[nn.Parameter] = group["params"]
+    def _move(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        given = dict(zip(parameters, gradients, strict=True))
+        parameters = self._parameters  # one without a gradient has its place in the row, too
         row = torch.cat([p.flatten() for p in parameters])[None]
-        zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        gradients = torch.cat([g.flatten() for g in zeros])[None]
-        moves = [torch.full_like(p, p.grad is not None, dtype=torch.bool) for p in parameters]
+        moves = [torch.full_like(p, p in given, dtype=torch.bool) for p in parameters]
         learns = torch.cat([m.flatten() for m in moves])[None]
+        known = [given[p] if p in given else torch.zeros_like(p) for p in parameters]
+        gradient = torch.cat([g.flatten() for g in known])[None]
         if self._memory is None:
             self._memory = self._rule.memory(row)
         one = torch.ones(1, device=row.device)
-        self._rule.step(row, gradients, self._memory, one.to(row) * group["lr"], learns, one)
+        self._rule.step(row, gradient, self._memory, one.to(row) * self._lr, learns, one)
         for p, own in zip(parameters, row[0].split([p.numel() for p in parameters]), strict=True):
             p.copy_(own.view_as(p))

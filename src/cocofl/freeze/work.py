@@ -1,0 +1,104 @@
+"""How much of a network's work int8 can do: multiplications, since layers differ by a lot."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from cocofl.chain import BlockChain
+from cocofl.chain.graphs import left_as_it_was
+from cocofl.freeze.dispatch import OperationWatch
+from cocofl.freeze.operations import LoweredBlock, MapOp, NodeOp
+from cocofl.freeze.traced_blocks import called_module
+
+
+class Work(NamedTuple):
+    """The multiplications of a block on the example, forward."""
+
+    every: int
+    int8: int
+    """Of them, those of layers with an int8 form."""
+    float_layers: frozenset[str]
+    """The types of layers without one."""
+
+
+def work_of(chain: BlockChain, lowered: Sequence[LoweredBlock]) -> tuple[Work, ...]:
+    """Block by block."""
+    assert chain.example is not None, "a chain without one is not lowered"
+    own = [x.clone() if isinstance(x, Tensor) else x for x in chain.example]
+    values: dict[str, Any] = dict(zip(chain.wiring[0].inputs, own, strict=True))
+    found: list[Work] = []
+    with left_as_it_was(chain, training=False), torch.no_grad(), _countable_attention():
+        for block, low, wiring in zip(chain.blocks, lowered, chain.wiring, strict=True):
+            every, result = _multiplications(block, [values[name] for name in wiring.inputs])
+            values |= wiring.handed_on(result)
+            graph, int8, floats = low.graph(block), 0, set[str]()
+            for op in low.operations:
+                if isinstance(op, MapOp) and op.kind is not None and op.layer is not None:
+                    weight = op.kind.weight_of(graph.get_submodule(op.layer))
+                    int8 += math.prod(low.shapes[op.name]) * weight.numel() // len(weight)
+                elif isinstance(op, NodeOp):
+                    called = [called_module(node, graph) for node in op.nodes]
+                    floats |= {type(m).__name__ for m in called if m and _has_matrices(m)}
+            found.append(Work(max(every, int8), int8, frozenset(floats)))
+    return tuple(found)
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+@contextmanager
+def _countable_attention() -> Iterator[None]:
+    """PyTorch counts nothing of what its encoder layers do in one call."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class _Counter(OperationWatch):
+    """Counts by PyTorch's own formulas, which know attention on a GPU only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do what is asked, and count."""
+        result = func(*args, **kwargs or {})
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.operations += sdpa_flop_count(*(x.shape for x in args[:3]))
+        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.operations += formula(*args, **kwargs or {}, out_val=result)
+        return result
+
+
+def _multiplications(block: nn.Module, arguments: list[Any]) -> tuple[int, Any]:
+    """How many there are, and what the block returns."""
+    recurrent = Counter[str]()
+
+    def count(layer: nn.Module, inputs: tuple[Any, ...], _result: Any) -> None:
+        # PyTorch counts none of theirs: each step multiplies with every weight.
+        steps = inputs[0].numel() // inputs[0].shape[-1]
+        recurrent["all"] += steps * sum(p.numel() for p in layer.parameters() if p.ndim > 1)
+
+    hooks = [m.register_forward_hook(count) for m in block.modules() if isinstance(m, nn.RNNBase)]
+    try:
+        with _Counter() as counter:
+            result = block(*arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counter.operations // 2 + recurrent["all"], result

@@ -1,0 +1,62 @@
+"""How much of a network int8 can do, counted by hand."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from cocofl import Span, freeze, split
+from cocofl.freeze.network import Network
+
+
+def test_multiplications_are_those_of_all_layers_and_heads_stay_float() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, groups=1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(),
+        nn.Linear(8 * 16, 5),
+    )  # fmt: skip
+    network = Network.of(split(model, torch.randn(2, 3, 8, 8)))
+    first, second, head = 2 * 8 * 36 * 27, 2 * 8 * 16 * 36, 2 * 5 * 128
+    assert [one.every for one in network.work] == [first, second, head]
+    assert [one.int8 for one in network.work] == [first, second, 0]
+    assert network.int8_share == pytest.approx((first + second) / (first + second + head))
+    assert network.what_stays_float == ""
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def test_what_stays_in_float_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    chain = split(Recurrent(), torch.randn(2, 5, 8))
+    assert Network.of(chain).work[0].every == 2 * 5 * (64 * 8 + 64 * 16)
+    with caplog.at_level(logging.WARNING, "cocofl"):
+        for _ in range(2):
+            freeze(chain, Span(1, 2), backend="reference")
+    lines = [line for line in caplog.messages if "float32" in line]
+    assert lines == [
+        "frozen, 100 % of this network's multiplications stay in float32 (in LSTM, Linear)"
+    ]
+
+
+def test_encoder_layers_are_counted_though_pytorch_runs_them_as_one_call() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 16), layer, nn.Flatten(), nn.Linear(80, 3))
+    work = Network.of(split(model, torch.randn(2, 5, 8))).work
+    weights = 4 * 16 * 16 + 2 * 16 * 32
+    attention = 2 * 5 * 5 * 16
+    assert sum(one.every for one in work[1:-1]) == 2 * 5 * weights + 2 * attention
+
+
+def test_volumes_are_frozen_in_float() -> None:
+    model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 3))
+    x = torch.randn(2, 2, 6, 6, 6)
+    net = freeze(split(model, x), Span(1, 2), backend="reference")
+    assert net(x).shape == (2, 3)
