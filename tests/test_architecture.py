@@ -45,6 +45,7 @@ ADAPTED_IMPORTS: dict[str, set[str]] = {
     "data": {"PIL", "datasets", "pyarrow", "sentencepiece", "sklearn", "tokenizers"},
     "flower": {"cryptography", "flwr", "httpx"},
     "freeze": {"onnxruntime"},
+    "models": {"transformers"},
     "report": {"jinja2", "markupsafe", "matplotlib", "plotly"},
     "runlog": {"safetensors"},
     "trackers": {"mlflow", "wandb"},
@@ -120,7 +121,7 @@ def _nodes(path: Path, kind: type[ast.AST]) -> list[Any]:
 def test_importing_cocofl_costs_torch_and_numpy_only() -> None:
     heavy = (
         "datasets dp_accounting flwr matplotlib onnxruntime pandas PIL plotly pyarrow ray rich "
-        "safetensors scipy sklearn tokenizers typer"
+        "safetensors scipy sklearn tokenizers transformers typer"
     )
     code = f"import sys, cocofl; print([m for m in {heavy.split()} if m in sys.modules])"
     result = subprocess.run(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 # All but the one that most people begin with take long, or show what other tests try.
-LONG = ("custom_strategy.py", "custom_trace.py", "one_device.py", "sensor_windows.py")
+LONG = ("custom_strategy.py", "custom_trace.py", "fine_tune.py", "one_device.py")
+LONG = (*LONG, "sensor_windows.py")
 SLOW = dict.fromkeys(LONG, pytest.mark.slow)
 EXAMPLES = [
     pytest.param(path, marks=SLOW.get(path.name, ()), id=path.name)

@@ -26,6 +26,7 @@ from cocofl.fl.privacy import Privacy
 from cocofl.fl.rules import Merging
 from cocofl.fl.training import Training
 from cocofl.freeze import backend_names
+from cocofl.models.hugging_face import PREFIX, is_hugging_face
 from cocofl.named import names_in, nearest, user_file
 from cocofl.vector import PRECISIONS
 
@@ -41,13 +42,24 @@ _IN_WORDS |= {tuple: "a list", dict: "a table"}
 
 @dataclass(frozen=True)
 class Model:
-    """The network: a registry name or ``package.module:factory``."""
+    """The network: a registry name, ``package.module:factory``, or Hugging Face's ``hf:NAME``.
+
+    NAME is a folder with ``config.json`` and safetensors, or a name on the Hub.
+    """
 
     name: str = "resnet10-digits"
     init: str = ""
-    """A safetensors file with weights to begin with; empty for fresh ones."""
+    """A safetensors file with weights to begin with; empty for fresh ones. Of ``hf:NAME`` also
+    ``pretrained`` (the default) or ``random``."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the factory."""
+
+    @property
+    def title(self) -> str:
+        """What people call it: of a folder the last part."""
+        place = self.name.removeprefix(PREFIX)
+        is_folder = is_hugging_face(self.name) and Path(place).is_absolute()
+        return PREFIX + Path(place).name if is_folder else self.name
 
 
 @dataclass(frozen=True)
@@ -207,7 +219,7 @@ class Experiment:
         for section, key in _PATHS:
             if not content[section][key].startswith("measured:"):
                 content[section][key] = Path(content[section][key]).name
-        content["data"]["name"] = self.data.title
+        content["model"]["name"], content["data"]["name"] = self.model.title, self.data.title
         content["data"].pop("dir")
         content["engine"] = {"kernels": self.engine.kernels, "precision": self.engine.precision}
         return Experiment.parse(content)
@@ -407,6 +419,11 @@ def _make_absolute(content: dict[str, Any], folder: Path) -> None:
         # Not the path's own method, which raises where a name is too long.
         if isinstance(value, str) and value and os.path.exists(folder / value):
             table[key] = str(folder / value)  # type: ignore[index]
+    model = content.get("model")
+    if isinstance(model, dict) and is_hugging_face(str(model.get("name"))):
+        place = folder / str(model["name"]).removeprefix(PREFIX)
+        if os.path.isdir(place):
+            model["name"] = f"{PREFIX}{place}"
 
 
 # --- dataclasses to TOML -------------------------------------------------------------------------

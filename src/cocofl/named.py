@@ -23,6 +23,8 @@ Entry = TypeVar("Entry")
 Kind = TypeVar("Kind")
 
 EVERYTHING = "*"
+RESERVED = ("hf",)
+"""What stands before a colon and is no module: ``hf:NAME`` is read as data."""
 _trusted: set[str] | None = None
 """Names and modules that may be imported; None: all, as the user's own code is running."""
 
@@ -72,7 +74,8 @@ def names_in(values: Any) -> list[str]:
         return [name for value in values for name in names_in(value)]
     module, colon, function = str(values).partition(":")
     parts = [*module.split("."), function]
-    return [str(values)] if colon and all(part.isidentifier() for part in parts) else []
+    is_name = colon and module not in RESERVED and all(part.isidentifier() for part in parts)
+    return [str(values)] if is_name else []
 
 
 def refuse_untrusted(*names: str) -> None:

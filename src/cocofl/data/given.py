@@ -20,7 +20,8 @@ OWNERS = ("owners", "owner")
 """The names of columns and arrays that are taken where none is said."""
 X, Y = ("x", "X"), ("y",)
 """The same for arrays only: columns of these names may be axes of a sensor."""
-_KINDS = ("auto", *KINDS)
+NEXT_TOKEN = "next_token"
+_KINDS = ("auto", *KINDS, NEXT_TOKEN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,10 @@ class UserData:
     owners: str = ""
     """The column that says whose a sample is, for the split ``natural``."""
     kind: str = "auto"
-    """What labels are: ``classes``, ``tokens``, ``multilabel``, ``numbers``; else they tell."""
+    """What labels are: ``classes``, ``tokens``, ``multilabel``, ``numbers``; else they tell.
+
+    ``next_token``: texts have none, and a language model learns what comes next.
+    """
     normalise: bool | Mapping[str, Sequence[float]] = True
     """By mean and deviation of the training part; or by ``{"mean": …, "std": …}``; or not."""
     test: float = 0.2
@@ -47,7 +51,8 @@ class UserData:
     tokenizer: Any = None
     """Of texts: ``"bytes"``, a ``tokenizer.json``, a tokenizer, a function."""
     length: int = 128
-    """Of texts, in tokens: longer ones are cut, shorter ones padded."""
+    """Of texts, in tokens: longer ones are cut (to be several, for ``next_token``), shorter ones
+    padded."""
     size: int | Sequence[int] = ()
     """Of images: height and width, to which all are scaled; else all must have one size."""
     channels: int = 3
@@ -181,6 +186,8 @@ class Columns:
     def given(self, data: UserData) -> Given:
         """Which columns are what."""
         x, y = (X, Y) if self.are_arrays else ((), ())
+        if data.kind == NEXT_TOKEN:
+            return self._texts(data)
         label = self._chosen("labels", data.labels, (*LABELS, *y))
         owner = self._chosen("owners", data.owners, OWNERS, or_none=True)
         known = [*label, *owner]
@@ -196,6 +203,13 @@ class Columns:
             self.where,
             self.label_names(label[0]) if len(label) == 1 else tuple(label),
         )
+
+    def _texts(self, data: UserData) -> Given:
+        """Inputs that are their own labels."""
+        (column,) = self._chosen("inputs", data.inputs, INPUTS)
+        owner = self._chosen("owners", data.owners, OWNERS, or_none=True)
+        texts = self.read(column)
+        return Given(texts, texts, self.read(owner[0]) if owner else None, self.where)
 
     def _chosen(
         self, what: str, said: str | Sequence[str], usual: Sequence[str], *, or_none: bool = False

@@ -2,7 +2,7 @@
 
 ========================  ======================================================================
 ``classes``               integers from 0, text, or true and false: one per sample
-``tokens``                a row of integers per sample: one class for each position
+``tokens``                a row of integers per sample: one class for each position, or ``IGNORED``
 ``multilabel``            a row of 0 and 1 per sample, or lists of names: any of several classes
 ``numbers``               floats: one, or a row of them, per sample
 ========================  ======================================================================
@@ -18,7 +18,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from cocofl.data.samples import Array, LabelKind
+from cocofl.data.samples import IGNORED, Array, LabelKind
 from cocofl.errors import InvalidData
 
 MOST_CHARACTERS = 1000
@@ -67,6 +67,19 @@ def read_labels(
     return Labels("tokens" if chosen == "tokens" else "classes", tuple(names), arrays)
 
 
+def next_tokens(ids: Mapping[str, Array], vocab_size: int, pad_id: int) -> Labels:
+    """Of each token the one that follows; nothing follows the last, and padding does not count.
+
+    >>> next_tokens({"train": np.array([[7, 8, 9, 0]])}, 10, pad_id=0).parts["train"].tolist()
+    [[8, 9, -100, -100]]
+    """
+    found = {}
+    for part, own in ids.items():
+        found[part] = np.full(own.shape, IGNORED, np.int64)
+        found[part][:, :-1] = np.where(own[:, 1:] == pad_id, IGNORED, own[:, 1:])
+    return Labels("tokens", _counted(vocab_size), found)
+
+
 def sorted_names(found: Iterable[str]) -> tuple[str, ...]:
     """Each name once; whole numbers by their size.
 
@@ -110,7 +123,7 @@ def recoded(labels: Array, kind: LabelKind, own: Sequence[str], others: Sequence
         spread = np.zeros((len(labels), len(others)), labels.dtype)
         spread[:, places] = labels
         return spread
-    return np.asarray(places[labels])
+    return np.where(labels == IGNORED, IGNORED, places[np.maximum(labels, 0)])
 
 
 def _as_array(labels: Any, where: str) -> Array:

@@ -29,6 +29,8 @@ from cocofl.errors import InvalidData
 from cocofl.files import check_plain, parsed_json, replacing
 
 PARTS = ("train", "test")
+IGNORED = -100
+"""The label of a position that neither trains nor counts, as PyTorch's cross-entropy has it."""
 # Raise the number when what a data set's function makes changes: caches of the old are rebuilt.
 FORMAT = "cocofl.split.1"
 MAX_HEADER_BYTES = 16 * 2**20
@@ -211,7 +213,16 @@ def check_labels(labels: NDArray[Any], facts: Facts, where: str) -> NDArray[Any]
                 f"got {labels.dtype} of shape {labels.shape}"
             )
         return labels.astype(np.uint8, copy=False)
-    return check_codes(labels, facts.num_classes, where, 2 if facts.labels == "tokens" else 1)
+    if facts.labels != "tokens":
+        return check_codes(labels, facts.num_classes, where)
+    counts = labels != IGNORED
+    if labels.ndim == 2 and not counts.any(1).all():
+        raise InvalidData(
+            f"{where}: sample {int(np.argmin(counts.any(1)))} has no label but {IGNORED}, which "
+            "counts for nothing; leave it out"
+        )
+    check_codes(np.where(counts, labels, 0), facts.num_classes, where, dimensions=2)
+    return labels.astype(np.int64, copy=False)
 
 
 def check_codes(

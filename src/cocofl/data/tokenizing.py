@@ -80,6 +80,23 @@ def token_ids(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> NDArra
     return found
 
 
+def token_windows(
+    tokenizer: Tokenizer, texts: Sequence[str], length: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """All of the texts as windows of token ids, and the text of each; one token alone is none."""
+    windows, owners = list[Sequence[int]](), list[int]()
+    for begin in range(0, len(texts), AT_ONCE):
+        for row, ids in enumerate(tokenizer.encode(texts[begin : begin + AT_ONCE]), begin):
+            own = [ids[at : at + length] for at in range(0, len(ids), length)]
+            own = [window for window in own if len(window) > 1]
+            windows += own
+            owners += [row] * len(own)
+    found = np.full((len(windows), length), tokenizer.pad_id, np.int32)
+    for row, window in enumerate(windows):
+        found[row, : len(window)] = window
+    return found, np.array(owners, np.int64)
+
+
 def _ids(encoded: Any) -> Sequence[Sequence[int]]:
     """The ids in what a tokenizer returns; those of `transformers` return more."""
     found: Sequence[Sequence[int]] = (

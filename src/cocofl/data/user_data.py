@@ -13,8 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from cocofl.data.data_files import columns_of, read_path
-from cocofl.data.given import Given, Images, UserData
-from cocofl.data.labels import Labels, check_names, read_labels
+from cocofl.data.given import NEXT_TOKEN, Given, Images, UserData
+from cocofl.data.labels import Labels, check_names, next_tokens, read_labels
 from cocofl.data.samples import (
     MOST_CHANNELS,
     PARTS,
@@ -25,7 +25,7 @@ from cocofl.data.samples import (
     number_owners,
 )
 from cocofl.data.stable_random import hold_out
-from cocofl.data.tokenizing import token_ids, tokenizer_of
+from cocofl.data.tokenizing import token_ids, token_windows, tokenizer_of
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.named import import_function, import_ours
 
@@ -33,7 +33,7 @@ MAX_TOKEN_ID = 2**31 - 1
 CHUNK_SAMPLES = 4096
 _WAYS = (
     "expected (inputs, labels) or (inputs, labels, owners), arrays by name, a datasets.Dataset, a "
-    "PyTorch data set, or a path"
+    "PyTorch data set, or a path; or texts alone, of kind next_token"
 )
 
 NewParts = dict[str, NewSamples]
@@ -61,14 +61,17 @@ def new_parts(data: UserData, name: str) -> tuple[NewParts, str]:
         rows = hold_out(n, min(max(1, round(data.test * n)), n - 1), "own data")
         given = {part: whole.take(rows[part]) for part in PARTS}
     folder = Path(data.source).parent if isinstance(data.source, str | Path) else None
-    inputs = _inputs({part: given[part].inputs for part in PARTS}, data, name, folder)
-    labels = read_labels(
-        {part: given[part].labels for part in PARTS},
-        name,
-        kind=data.kind,
-        names=given["train"].label_names,
-        text_length=inputs.shape[0] if inputs.task == "text" else None,
-    )
+    if data.kind == NEXT_TOKEN:
+        given, inputs, labels = _language(given, data, name, folder)
+    else:
+        inputs = _inputs({part: given[part].inputs for part in PARTS}, data, name, folder)
+        labels = read_labels(
+            {part: given[part].labels for part in PARTS},
+            name,
+            kind=data.kind,
+            names=given["train"].label_names,
+            text_length=inputs.shape[0] if inputs.task == "text" else None,
+        )
     mean, std = _statistics(data, inputs, name)
     parts, checksum = NewParts(), hashlib.sha256()
     for part in PARTS:
@@ -177,6 +180,9 @@ def _items(source: Any, data: UserData, where: str) -> Given:
     rows = [source[row] for row in range(len(source))]
     if not rows:
         raise InvalidData(f"{where} has no samples")
+    if data.kind == NEXT_TOKEN and not isinstance(rows[0], Mapping):
+        texts = _array(rows, where)
+        return Given(texts, texts, None, where)
     if isinstance(rows[0], Mapping):
         columns = {name: _stacked([row[name] for row in rows], where) for name in rows[0]}
         return columns_of(columns, where).given(data)
@@ -234,6 +240,22 @@ def _inputs(given: Mapping[str, Any], data: UserData, name: str, folder: Path | 
         ids = {part: token_ids(tokenizer, texts, data.length) for part, texts in given.items()}
         return _arrays(ids, name, tokenizer.size, tokenizer.pad_id)
     return _arrays(given, name)
+
+
+def _language(
+    given: Mapping[str, Given], data: UserData, name: str, folder: Path | None
+) -> tuple[dict[str, Given], _Inputs, Labels]:
+    """Texts in windows, of which each token is to be told from those before it."""
+    if not all(isinstance(own.inputs, list) for own in given.values()):
+        raise InvalidData(f'{name}: kind is "{NEXT_TOKEN}", and the inputs are no texts')
+    tokenizer, found, ids = tokenizer_of(data.tokenizer, folder), dict[str, Given](), {}
+    for part, own in given.items():
+        ids[part], rows = token_windows(tokenizer, own.inputs, data.length)  # type: ignore[arg-type]
+        if not len(rows):
+            raise InvalidData(f"{name}, {part}: no text has two tokens")
+        found[part] = own.take(rows)
+    inputs = _arrays(ids, name, tokenizer.size, tokenizer.pad_id)
+    return found, inputs, next_tokens(ids, inputs.vocab_size, tokenizer.pad_id)
 
 
 def _images(given: Mapping[str, Images], data: UserData, name: str) -> _Inputs:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from cocofl.chain.graphs import left_as_it_was
 from cocofl.data import DataSet
+from cocofl.data.samples import Facts
 from cocofl.errors import InvalidExperiment
 from cocofl.fl.batches import tensors
 from cocofl.fl.metrics import Metric
 from cocofl.fl.trainer import Trainer
 from cocofl.fl.training import FITTING, LOSSES
+from cocofl.models.hugging_face import CAUSAL
 
 MOST_CLASSES = 4096
 """Of metrics that count every pair of them: so many take 128 MiB."""
@@ -34,8 +36,7 @@ def check_inputs(example: Sequence[Tensor] | None, data: DataSet, model: str) ->
                 "the data as floats"
             )
         return
-    shape = data.train.inputs.shape[1:]
-    shape = (shape[2], *shape[:2]) if task == "image" else shape
+    shape = sample_shape(data)
     if tuple(taken.shape[1:]) != shape or not taken.is_floating_point():
         what, axes = (
             ("images", " (channels, height, width)") if task == "image" else ("samples", "")
@@ -45,6 +46,22 @@ def check_inputs(example: Sequence[Tensor] | None, data: DataSet, model: str) ->
             f"the model {model} takes{kind} {what} of {_shape(taken.shape[1:])}{axes}, but "
             f"{data.name} has {_shape(shape)}"
         )
+
+
+def sample_shape(data: DataSet) -> tuple[int, ...]:
+    """Of what the network is given."""
+    shape = data.train.inputs.shape[1:]
+    return (shape[2], *shape[:2]) if data.facts.task == "image" else shape
+
+
+def usual_task(facts: Facts) -> str:
+    """What a network of Hugging Face's is to do with such data, where nothing is said."""
+    if facts.task != "text":
+        return "image-classification" if facts.task == "image" else "audio-classification"
+    if facts.labels != "tokens":
+        return "sequence-classification"
+    # Where the classes of tokens are the tokens, it is the next one that is to be told.
+    return CAUSAL if facts.num_classes == facts.vocab_size else "token-classification"
 
 
 def check_losses(loss: str, metrics: Sequence[Metric], data: DataSet) -> None:

@@ -24,7 +24,13 @@ from cocofl.data.partition import COUNTED, class_counts, class_densities
 from cocofl.engine.rounds import Job
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment.engines import engine_kind, machine
-from cocofl.experiment.fit import check_inputs, check_losses, check_outputs
+from cocofl.experiment.fit import (
+    check_inputs,
+    check_losses,
+    check_outputs,
+    sample_shape,
+    usual_task,
+)
 from cocofl.experiment.tables import ExperimentTables
 from cocofl.fl.devices import (
     PAPER_GROUPS,
@@ -42,6 +48,7 @@ from cocofl.fl.strategies.facts import SLICES
 from cocofl.fl.trainer import Trainer, TrainerSpec
 from cocofl.fl.training import LOSSES
 from cocofl.freeze import State, chain_state, check_state
+from cocofl.models.hugging_face import PREFIX, PRETRAINED, RANDOM, WEIGHTS, is_hugging_face
 from cocofl.named import lookup, nearest
 from cocofl.profiling.subject import Subject
 from cocofl.runlog import check_metric_names, read_state
@@ -82,7 +89,7 @@ class Setup:
             experiment.model.name,
             experiment.training.batch,
             self.data.facts.num_classes,
-            tuple(experiment.model.options.items()),
+            tuple(self._model_options().items()),
         )
         experiment.training.check_optimizer()
         self.trainer = Trainer(
@@ -103,6 +110,25 @@ class Setup:
         self.tables = ExperimentTables(experiment, self.trainer)
         self.facts = facts_of(experiment.strategy.name)
         self.strategy = self._strategy()
+
+    def _model_options(self) -> dict[str, Any]:
+        """What the model's function is told: of one that is made for the data, the data too."""
+        model, facts = self.experiment.model, self.data.facts
+        if not is_hugging_face(model.name):
+            if model.init == PRETRAINED:
+                raise InvalidExperiment(
+                    f"model.init is {PRETRAINED!r}, but {model.name} has no weights of its own; "
+                    f"expected a safetensors file, or a model as {PREFIX}NAME"
+                )
+            return dict(model.options)
+        told: dict[str, Any] = {
+            "task": usual_task(facts),
+            "shape": sample_shape(self.data),
+            "init": RANDOM if model.init == RANDOM else PRETRAINED,
+        }
+        if facts.task == "text":
+            told |= {"pad_id": facts.pad_id, "vocab_size": facts.vocab_size}
+        return told | dict(model.options)
 
     def job(self) -> Job:
         """All that the round loop needs."""
@@ -286,7 +312,7 @@ class Setup:
 
     def _initial_state(self) -> State:
         init = self.experiment.model.init
-        if init:
+        if init and init not in WEIGHTS:
             _, state = read_state(Path(init))
             check_state(self.chain, state, None)
             return {key: t for key, t in state.items() if not key.endswith("num_batches_tracked")}

@@ -128,10 +128,10 @@ class Metric:
 
 def confusion(outputs: Tensor, labels: Tensor, classes: int) -> Tensor:
     """How often each true class (row) was taken for each class (column)."""
-    guesses = outputs.flatten(0, -2)[:, :classes].argmax(1)
-    cells = labels.flatten() * classes + guesses
+    guesses, labels = outputs.flatten(0, -2)[:, :classes].argmax(1), labels.flatten()
+    cells = labels.clamp_min(0) * classes + guesses
     counts = torch.zeros(classes**2, dtype=torch.long, device=cells.device)
-    return counts.scatter_add_(0, cells, torch.ones_like(cells)).view(classes, classes)
+    return counts.scatter_add_(0, cells, (labels >= 0).long()).view(classes, classes)
 
 
 def class_accuracies(counts: Sums) -> Floats:
@@ -265,17 +265,21 @@ def r2() -> Metric:
 
 
 def _mean(
-    facts: MetricFacts, reads: tuple[str, ...], each: Callable[[Tensor, Tensor], Tensor]
+    facts: MetricFacts,
+    reads: tuple[str, ...],
+    each: Callable[[Tensor, Tensor], Tensor],
+    of_mean: Callable[[float], float] = lambda mean: mean,
 ) -> Metric:
-    """The mean over the test data of a number for each label."""
+    """What the mean comes to of a number for each label; classes below 0 are labels of nothing."""
 
     def sums(outputs: Tensor, labels: Tensor, _classes: int) -> Tensor:
-        values = each(outputs, labels.flatten())
-        count = torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
-        return torch.stack([values.double().sum(), count])
+        labels = labels.flatten()
+        values = each(outputs, labels).double()
+        counts = labels >= 0 if reads == _CLASSES else torch.ones_like(labels, dtype=torch.bool)
+        return torch.stack([torch.where(counts, values, 0.0).sum(), counts.double().sum()])
 
     def value(sums: Sums) -> float:
-        return float(sums[0] / max(sums[1], 1))
+        return of_mean(float(sums[0] / max(sums[1], 1)))
 
     return Metric(sums=sums, value=value, reads=reads, capturable=True, **vars(facts))
 
@@ -289,13 +293,21 @@ def token_accuracy() -> Metric:
     )
 
 
+def _cross_entropies(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none")
+
+
 def cross_entropy() -> Metric:
     """The mean cross-entropy of the test data."""
-    return _mean(
-        MetricFacts("test_loss", higher_is_better=False),
-        _CLASSES,
-        lambda outputs, labels: F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none"),
-    )
+    facts = MetricFacts("test_loss", higher_is_better=False)
+    return _mean(facts, _CLASSES, _cross_entropies)
+
+
+def perplexity() -> Metric:
+    """Of language models: among how many tokens it is as if they had to guess."""
+    facts = MetricFacts("perplexity", higher_is_better=False)
+    # Beyond what a float holds, any number is as bad.
+    return _mean(facts, _CLASSES, _cross_entropies, lambda mean: math.exp(min(mean, 700.0)))
 
 
 def squared_error() -> Metric:
@@ -312,6 +324,7 @@ METRICS: dict[str, Callable[[], Metric]] = {
     "f1": f1,
     "token_accuracy": token_accuracy,
     "loss": cross_entropy,
+    "perplexity": perplexity,
     "label_f1": label_f1,
     "label_accuracy": label_accuracy,
     "squared_error": squared_error,

@@ -50,7 +50,7 @@ STACKED_LOSSES: dict[str, losses.StackedLoss] = {
 """The same of many devices at once."""
 FITTING: dict[str, tuple[str, tuple[str, ...]]] = {
     "classes": ("cross_entropy", ("accuracy", "f1", "loss")),
-    "tokens": ("cross_entropy", ("token_accuracy", "loss")),
+    "tokens": ("cross_entropy", ("token_accuracy", "loss", "perplexity")),
     "multilabel": ("binary_cross_entropy", ("label_f1", "label_accuracy")),
     "numbers": ("squared_error", ("rmse", "mae", "r2")),
 }

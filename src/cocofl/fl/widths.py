@@ -63,7 +63,10 @@ class WidthWork:
 
     def present(self, trainer: Trainer, task: Task) -> Ints | None:
         """The classes that a device has; None where all count."""
-        return np.unique(trainer.spec.train.labels[task.indices]) if self.masked else None
+        if not self.masked:
+            return None
+        labels = np.unique(trainer.spec.train.labels[task.indices])
+        return np.asarray(labels[labels >= 0])
 
     def _losses(
         self, net: FrozenNet, trainer: Trainer, task: Task, present: Ints | None

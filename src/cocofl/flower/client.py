@@ -13,7 +13,8 @@ partition-id       with num-partitions: this device has one part of the data tha
 threads            with how many threads it trains; default: what the table was measured with, or 1
 kernels            int8 kernels, if not those that are fastest here
 secure-aggregation true: never send an update but behind masks (docs/privacy.md)
-trust              modules of which the server may name functions: "task other"; default: none
+trust              modules of which the server may name functions: "task other"; default: none;
+                   "hf": it may name models on the Hugging Face Hub
 ================== ===============================================================================
 """
 
@@ -63,6 +64,7 @@ from cocofl.flower.secure_updates import SummableUpdates
 from cocofl.flower.settings import LEAST_DEVICES, alike_devices, node_budget, trusted_modules
 from cocofl.flower.updates import Contract, Request
 from cocofl.freeze import check_state
+from cocofl.models.hugging_face import PREFIX, RANDOM, folder_of, is_hugging_face
 from cocofl.named import names_are_data
 from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
@@ -200,12 +202,31 @@ def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experime
     changes = {
         "data.name": name,
         "data.options": options,
-        "model.init": "",
+        "model.name": _own_model(experiment.model.name, node),
+        # Weights come from the server.
+        "model.init": RANDOM,
         "data.dir": str(node.get("data-dir", "")),
         "tables.spans": str(node.get("profile", "auto")),
         "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
     }
     return experiment.changed(changes)
+
+
+def _own_model(name: str, node: Mapping[str, Any]) -> str:
+    """The model's name; a folder is looked for here, and nothing is downloaded unasked."""
+    if not is_hugging_face(name):
+        return name
+    own = Path(name.removeprefix(PREFIX)).name
+    place = Path(str(node.get("data-dir", ""))) / own
+    if "data-dir" in node and own not in ("", "..") and place.is_dir():
+        return f"{PREFIX}{place}"
+    if PREFIX.rstrip(":") in trusted_modules(node) and folder_of(name) is None:
+        return name
+    raise InvalidExperiment(
+        f"the server names the model {PREFIX}{own}, and this device does not have it: put the "
+        f"folder {own!r} with its config.json into data-dir of its node config, or let it be "
+        "loaded from the Hub by trust = 'hf'"
+    )
 
 
 def _own_files(experiment: Experiment, node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

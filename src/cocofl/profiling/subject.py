@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from cocofl.errors import InvalidModel, InvalidSetting
 from cocofl.files import parsed_json, read_limited, replacing, write_text
 from cocofl.freeze import VARIANTS, KernelPlan, State, backend_names, chain_state, freeze
 from cocofl.models import MODELS
+from cocofl.models.hugging_face import hugging_face, is_hugging_face
 from cocofl.named import lookup
 from cocofl.profiling.table import METHODS, Configuration, Cost, ProfileTable, spans_with_head
 from cocofl.span import Blocks, Span, all_spans
@@ -40,7 +42,7 @@ Mark = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A registry name or ``package.module:factory``, and the size of a mini-batch.
+    """A registry name, ``package.module:factory`` or ``hf:NAME``, and the size of a mini-batch.
 
     A factory returns a module with ``example_input(batch_size)``, as the built-in networks have,
     or a pair of a module and an example input. For widths it takes ``width=``.
@@ -86,7 +88,12 @@ class Subject:
         return split(model, tuple(x[:samples] for x in inputs)), inputs
 
     def _factory(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        factory, classes = lookup(self.model, MODELS, "model", InvalidModel), self.num_classes
+        factory: Callable[..., Any]
+        if is_hugging_face(self.model):
+            factory = partial(hugging_face, self.model)
+        else:
+            factory = lookup(self.model, MODELS, "model", InvalidModel)
+        classes = self.num_classes
         if self.model in MODELS:
             classes = CLASSES.get(self.model, 10) if classes is None else classes
         elif "num_classes" not in inspect.signature(factory).parameters:

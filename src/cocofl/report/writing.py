@@ -223,7 +223,8 @@ def _subtitle(runs: Sequence[Run]) -> str:
         devices = f"a deployment of {len(nodes)} nodes"
     count = f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
     titles = dict.fromkeys(run.experiment.data.title for run in runs)
-    what = f"{each('model.name')} on {', '.join(titles)}"
+    models = dict.fromkeys(run.experiment.model.title for run in runs)
+    what = f"{', '.join(models)} on {', '.join(titles)}"
     return f"{what}, {devices}, {each('rounds')} rounds, {count}"
 
 

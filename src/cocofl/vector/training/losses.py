@@ -17,7 +17,8 @@ StackedLoss = Callable[[Any, Tensor, Tensor, "list[int] | None"], Tensor]
 def cross_entropy(outputs: Tensor, labels: Tensor, valid: Tensor, _counts: Any = None) -> Tensor:
     """The mean over a device's valid samples (and positions, where each has several labels)."""
     scores = _exact(outputs.flatten(0, -2))
-    return _mean(F.cross_entropy(scores, labels.flatten(), reduction="none"), labels, valid)
+    each = F.cross_entropy(scores, labels.flatten(), reduction="none")
+    return _mean(each, labels, valid, labels >= 0)
 
 
 def squared_error(outputs: Tensor, labels: Tensor, valid: Tensor, _counts: Any = None) -> Tensor:
@@ -37,12 +38,14 @@ def binary_cross_entropy(
     return _mean(each, labels, valid)
 
 
-def _mean(each: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-    """By device, over samples that count and all that each of them has."""
+def _mean(each: Tensor, labels: Tensor, valid: Tensor, real: Tensor | None = None) -> Tensor:
+    """By device, over samples that count and all that each of them has that is ``real``."""
     each = each.view(*labels.shape[:2], -1)
-    counts = torch.arange(labels.shape[1], device=labels.device) < valid[:, None]
-    total = torch.where(counts[:, :, None], each, 0.0).sum((1, 2))
-    return total / (valid.clamp_min(1) * each.shape[2])
+    counts = (torch.arange(labels.shape[1], device=labels.device) < valid[:, None])[:, :, None]
+    total = torch.where(counts, each, 0.0).sum((1, 2))
+    if real is None or labels.ndim == 2:  # a class alone is always one
+        return total / (valid.clamp_min(1) * each.shape[2])
+    return total / (counts & real.view(each.shape)).sum((1, 2)).clamp_min(1)
 
 
 def of_classes(scores: Tensor, present: Tensor) -> Tensor:
