@@ -88,14 +88,12 @@ def made(name: str, layers: int, batch: int) -> tuple[torch.nn.Module, dict[str,
     if depth:
         options = options | {depth: layers}
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(**options)).train()
+    model: Any = model_class(model_class.config_class(**options)).train()
     if shape is None:
         ids = torch.randint(3, WORDS, (batch, 128))
         return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     key = {1: "input_values", 2: "input_features", 3: "pixel_values"}[len(shape)]
-    return getattr(model, "encoder") if name == "whisper" else model, {  # noqa: B009
-        key: torch.randn(batch, *shape)
-    }
+    return model.encoder if name == "whisper" else model, {key: torch.randn(batch, *shape)}
 
 
 def stepper(net: cocofl.FrozenNet, example: dict[str, Tensor]) -> Callable[[], float]:
@@ -122,7 +120,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     given = parser.parse_args()
     worst = 0.0
-    print(f"{'network':12} {'span':>6} {'f (ms)':>8} {'qff (ms)':>9} {'ratio':>6}  int8 time")
+    print(f"{'network':12} {'span':>6} {'f (ms)':>8} {'qff (ms)':>9} {'ratio':>6}")
     for name in given.names or NETWORKS:
         model, example = made(name, given.layers, given.batch)
         chain = cocofl.split(model, example)
@@ -136,12 +134,9 @@ def main() -> None:
             times = [[step() for step in steps] for _ in range(given.repeats)]
             f, qff = (1000 * statistics.median(column) for column in zip(*times, strict=True))
             worst = max(worst, qff / f)
-            share = getattr(nets[1], "int8_share", None)
-            print(
-                f"{name:12} {first:>3}:{first + 1:<2} {f:8.1f} {qff:9.1f} {qff / f:6.2f}  "
-                f"{'' if share is None else f'{share:.0%}'}{'  !' * (qff / f > MOST)}",
-                flush=True,
-            )
+            mark = "  !" * (qff / f > MOST)
+            line = f"{name:12} {first:>3}:{first + 1:<2} {f:8.1f} {qff:9.1f} {qff / f:6.2f}{mark}"
+            print(line, flush=True)
     print(f"worst {worst:.2f}; {torch.get_num_threads()} threads, torch {torch.__version__}")
     sys.exit(worst > MOST)
 
