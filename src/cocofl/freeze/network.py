@@ -8,18 +8,16 @@ from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cocofl.chain import BlockChain
-from cocofl.chain.graphs import left_as_it_was
 from cocofl.errors import CannotLower, InvalidSetting
 from cocofl.freeze.lowering import lower
 from cocofl.freeze.memory_saving import memory_saving
 from cocofl.freeze.operations import LoweredBlock
 from cocofl.freeze.scheme import GRADIENT, OUTPUT, Grids, QuantizationScheme, scale_key
 from cocofl.freeze.state import block_state
-from cocofl.freeze.work import Work, work_of
+from cocofl.freeze.work import Work, run_example, work_of
 
 logger = logging.getLogger(__name__)
 _SCALE_BYTES = 4
@@ -116,14 +114,7 @@ class Network:
 
     def values_before(self, block: int) -> dict[str, Any]:
         """What the example has become when it reaches a block, by name."""
-        chain = self.chain
-        assert chain.example is not None, "a chain without one is not lowered"
-        own = [x.clone() if isinstance(x, Tensor) else x for x in chain.example]
-        values: dict[str, Any] = dict(zip(chain.wiring[0].inputs, own, strict=True))
-        with left_as_it_was(chain, training=False), torch.no_grad():
-            for one, wiring in list(zip(chain.blocks, chain.wiring, strict=True))[:block]:
-                values |= wiring.handed_on(one(*(values[name] for name in wiring.inputs)))
-        return values
+        return run_example(self.chain, lambda own, arguments: own(*arguments), block)
 
     @cached_property
     def with_dropout(self) -> LoweredChain:

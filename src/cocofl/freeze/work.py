@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,26 +29,45 @@ class Work(NamedTuple):
     """The types of layers without one."""
 
 
-def work_of(chain: BlockChain, lowered: Sequence[LoweredBlock]) -> tuple[Work, ...]:
-    """Block by block."""
+def run_example(
+    chain: BlockChain, call: Callable[[nn.Module, list[Any]], Any], stop: int | None = None
+) -> dict[str, Any]:
+    """What the example has become after the blocks before ``stop``, by name."""
     assert chain.example is not None, "a chain without one is not lowered"
     own = [x.clone() if isinstance(x, Tensor) else x for x in chain.example]
     values: dict[str, Any] = dict(zip(chain.wiring[0].inputs, own, strict=True))
-    found: list[Work] = []
-    with left_as_it_was(chain, training=False), torch.no_grad(), _countable_attention():
-        for block, low, wiring in zip(chain.blocks, lowered, chain.wiring, strict=True):
-            every, result = _multiplications(block, [values[name] for name in wiring.inputs])
+    with left_as_it_was(chain, training=False), torch.no_grad():
+        for block, wiring in list(zip(chain.blocks, chain.wiring, strict=True))[:stop]:
+            result = call(block, [values[name] for name in wiring.inputs])
             values |= wiring.handed_on(result)
-            graph, int8, floats = low.graph(block), 0, set[str]()
-            for op in low.operations:
-                if isinstance(op, MapOp) and op.kind is not None and op.layer is not None:
-                    weight = op.kind.weight_of(graph.get_submodule(op.layer))
-                    int8 += math.prod(low.shapes[op.name]) * weight.numel() // len(weight)
-                elif isinstance(op, NodeOp):
-                    called = [called_module(node, graph) for node in op.nodes]
-                    floats |= {type(m).__name__ for m in called if m and _has_matrices(m)}
-            found.append(Work(max(every, int8), int8, frozenset(floats)))
-    return tuple(found)
+    return values
+
+
+def work_of(chain: BlockChain, lowered: Sequence[LoweredBlock]) -> tuple[Work, ...]:
+    """Block by block."""
+    counts: list[int] = []
+
+    def call(block: nn.Module, arguments: list[Any]) -> Any:
+        count, result = _multiplications(block, arguments)
+        counts.append(count)
+        return result
+
+    with _countable_attention():
+        run_example(chain, call)
+    parts = zip(chain.blocks, lowered, counts, strict=True)
+    return tuple(_work(block, low, every) for block, low, every in parts)
+
+
+def _work(block: nn.Module, low: LoweredBlock, every: int) -> Work:
+    graph, int8, floats = low.graph(block), 0, set[str]()
+    for op in low.operations:
+        if isinstance(op, MapOp) and op.kind is not None and op.layer is not None:
+            weight = op.kind.weight_of(graph.get_submodule(op.layer))
+            int8 += math.prod(low.shapes[op.name]) * weight.numel() // len(weight)
+        elif isinstance(op, NodeOp):
+            called = [called_module(node, graph) for node in op.nodes]
+            floats |= {type(m).__name__ for m in called if m and _has_matrices(m)}
+    return Work(max(every, int8), int8, frozenset(floats))
 
 
 def _has_matrices(module: nn.Module) -> bool:
