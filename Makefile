@@ -8,7 +8,7 @@ SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 # In the order of tests/conftest.py; left alone, xdist keeps the files with few but long tests for last.
 IN_TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-faults test-hostile test-docs test-arm test-flower-newest test-without-legacy lint types docs browser audit lock clean
+.PHONY: demo test test-slow test-faults test-hostile test-docs test-arm test-flower-newest test-without-legacy lint types docs reference browser audit lock clean
 
 # Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
 demo: $(VENV)/installed
@@ -56,6 +56,11 @@ test-flower-newest: $(VENV)/installed
 # Pages and API reference into site/; a warning is an error.
 docs: $(VENV)/installed
 	$(BIN)/mkdocs build --strict
+
+# What the reference and the tests hold of the code: commands, keys, the public API.
+reference: $(VENV)/installed
+	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/public_api.py
 
 # What the tests of the report look with; they say so where it is missing.
 browser:

@@ -1,6 +1,6 @@
 """Draw the accuracy of whole cohort runs over their rounds.
 
-    python bench/curves.py docs/cohort-curves.png
+    python bench/curves.py docs/images/cohort-curves.png
 
 It reads what was kept of runs on a GPU, ``bench/results/cohort-mobilenet-*.json``.
 """

@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,9 +63,9 @@ def with_anchors(
     entries = []
     for i, span in enumerate(spans):
         if i % 6 == 0:
-            entries.append(Entry(full, True, measure_one(full)))
-        entries.append(Entry(span, False, measure_one(span)))
-    entries.append(Entry(full, True, measure_one(full)))
+            entries.append(Entry(full, True, measure_one(full), None))
+        entries.append(Entry(span, False, measure_one(span), None))
+    entries.append(Entry(full, True, measure_one(full), None))
     return {
         entry.configuration: entry.cost._replace(step_s=entry.cost.step_s / pace)
         for entry, pace in zip(entries, drift(entries), strict=True)
@@ -99,7 +98,7 @@ def main() -> None:
         f"{args.model} {args.variant}, {args.threads} threads: {len(table)} spans in {took_s:.0f} s"
     )
     print(f"(mobilenet: at most 90 s); stated error {dict(table.error)}", flush=True)
-    used = {span for group in design(n, list(all_spans(n))) for span in group}
+    used = {span for group in design(range(n), list(all_spans(n))) for span in group}
     others = [span for span in all_spans(n) if span not in used]
     order = stream(1, "bench.profile_fast").permutation(len(others))[: args.held_out]
     held_out = [others[i] for i in order]
@@ -108,7 +107,7 @@ def main() -> None:
         one: Callable[[Span], Cost] = Inside(settings)
         if args.apart:
             prepare_apart(Path(name), settings)
-            one = partial(measure, Path(name))
+            one = lambda span: measure(Path(name), span).cost  # noqa: E731
         rounds = [with_anchors(held_out, full, one) for _ in range(args.rounds)]
 
     costs = dict(zip(table.spans, table.costs, strict=True))

@@ -1,7 +1,7 @@
 """How large the report of a long comparison is, how long it takes to make and to open.
 
 python bench/report.py [--rounds 1000] [--seeds 3] [--out FOLDER]
-python bench/report.py --out runs/comparison --picture docs/report.png
+python bench/report.py --out runs/comparison --picture docs/images/report.png
 python bench/report.py --long 100000 --against OTHER/src
 
 Makes run folders as `cocofl compare` does, with made-up numbers (nothing is trained), reports

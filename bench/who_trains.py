@@ -2,10 +2,12 @@
 
     python bench/who_trains.py --analytic --tables FOLDER       # every row, six minutes
     python bench/who_trains.py resnet50-cifar100-rc --real
+    python bench/who_trains.py mobilenet-cifar10-rc --selectors random,coverage --tables FOLDER
 
 The data is made up, with the paper's number of samples, classes and plays: planning looks at
 labels, owners and sizes only. ``--real`` loads it instead. ``--analytic`` shows HeteroFL and FjORD
 with analytic tables, too; ``--tables`` shows CoCoFL with those that the paper's authors published.
+``--selectors`` shows instead, for each of them, how many devices of a round train each block.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import numpy as np
 
 from cocofl.config import Experiment
 from cocofl.data import REGISTRY, DataSet, Facts, Samples
-from cocofl.engine.rounds import ask_devices
+from cocofl.engine.pace import AskedDevice, UntilTheDeadline
 from cocofl.errors import CocoflError
 from cocofl.experiment import Setup
+from cocofl.fl.federation import Federation
 from cocofl.fl.spans import SpanWork
 from cocofl.reproduction.collection import paper
 from cocofl.reproduction.plans import STRATEGY_ORDER
@@ -73,14 +76,31 @@ def made_up(name: str) -> DataSet:
     return DataSet(name, *splits)
 
 
-def shares(experiment: Experiment, dataset: DataSet | None) -> tuple[list[Share], dict[str, str]]:
-    """What each group of devices does in a few rounds, and which tables said so."""
+def planned(
+    experiment: Experiment, dataset: DataSet | None
+) -> tuple[Setup, Federation, list[AskedDevice]]:
+    """What all devices plan for a few rounds."""
     everyone = {"devices.per_round": experiment.devices.count}
     setup = Setup(experiment.changed(everyone), dataset)
     job = setup.job()
     federation = job.federation
     assert federation is not None
-    asked = [one for r in range(ROUNDS) for one in ask_devices(job, r)]
+    pace = UntilTheDeadline(job.strategy, federation, job.faults, job.seed)
+    return setup, federation, [one for r in range(ROUNDS) for one in pace.turn(r).begin]
+
+
+def coverage(experiment: Experiment, dataset: DataSet | None) -> list[float]:
+    """By block, how many of the devices of a round train it."""
+    setup, _, asked = planned(experiment, dataset)
+    works = [one.plan.work for one in asked if one.plan is not None]
+    spans = [work.blocks for work in works if isinstance(work, SpanWork)]
+    each = experiment.devices.per_round / len(asked)
+    return [each * sum(block in span for span in spans) for block in range(len(setup.chain))]
+
+
+def shares(experiment: Experiment, dataset: DataSet | None) -> tuple[list[Share], dict[str, str]]:
+    """What each group of devices does in a few rounds, and which tables said so."""
+    setup, federation, asked = planned(experiment, dataset)
     found = []
     for group in federation.devices.groups:
         plans = [one.plan for one in asked if federation.group_name(one.device) == group.name]
@@ -132,18 +152,37 @@ def lines(row: str, dataset: DataSet | None, analytic: bool, tables: Path | None
     yield from (f"  table {kind}: {what}" for kind, what in served.items())
 
 
+def coverage_lines(
+    row: str, dataset: DataSet | None, selectors: list[str], tables: Path | None
+) -> Iterator[str]:
+    """How many devices train each block, one line per selector."""
+    experiment = paper().experiment(row).with_strategy("cocofl")
+    if tables is not None:
+        spans = str(published(experiment.model.name, tables))
+        experiment = experiment.changed({"tables.spans": spans})
+    for name in selectors:
+        found = coverage(experiment.changed({"strategy.selector": name}), dataset)
+        mean, spread = statistics.mean(found), statistics.pstdev(found)
+        yield f"  {name:<12} " + " ".join(f"{count:.1f}" for count in found)
+        yield f"  {'':<12} mean {mean:.2f}, standard deviation {spread:.2f}, least {min(found):.2f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rows", nargs="*", default=list(paper().rows))
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--analytic", action="store_true")
     parser.add_argument("--tables", type=Path)
+    parser.add_argument("--selectors", type=lambda text: text.split(","))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # tables of other machines
     for row in arguments.rows:
         print(row, flush=True)
         dataset = None if arguments.real else made_up(paper().experiment(row).data.name)
-        for line in lines(row, dataset, arguments.analytic, arguments.tables):
+        found = lines(row, dataset, arguments.analytic, arguments.tables)
+        if arguments.selectors:
+            found = coverage_lines(row, dataset, arguments.selectors, arguments.tables)
+        for line in found:
             print(line, flush=True)
 
 

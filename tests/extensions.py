@@ -1,11 +1,11 @@
-"""The worked examples of docs/extend.md as files, so that the documentation is what is tested."""
+"""The worked examples of docs/guides/extend.md as files: what is tested is the documentation."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs/extend.md"
+PAGE = Path(__file__).parents[1] / "docs/guides/extend.md"
 
 
 def extensions() -> dict[str, str]:

@@ -136,9 +136,8 @@ def test_a_mistyped_command_or_option(run):
     assert run("data", "show", "digits", "--devices", "many").returncode == 2
 
 
-def test_a_failure_that_is_nobodys_mistake_is_exit_code_1(run, folder):
+def test_a_data_function_that_raises_is_named_with_its_line(run, folder):
     (folder / "own.py").write_text("def samples(_folder):\n    return 1 / 0\n")
     result = run("data", "show", "own:samples")
-    assert result.returncode == 1
-    assert result.stderr.startswith("failed: ZeroDivisionError")
-    assert "--debug" in result.stderr
+    assert result.returncode == 2
+    assert "own:samples failed with ZeroDivisionError: division by zero (line 2 " in result.stderr

@@ -123,7 +123,11 @@ def test_unit_container_and_guide_use_options_that_exist() -> None:
         text = (ROOT / name).read_text()
         assert "/var/lib/cocofl/node.toml" in text
         assert "/opt/cocofl" in text
-    for page in ("docs/device.md", "docs/deployment.md", "deploy/device/cocofl-device.service"):
+    for page in (
+        "docs/guides/device.md",
+        "docs/guides/deployment.md",
+        "deploy/device/cocofl-device.service",
+    ):
         text = (ROOT / page).read_text().replace("\\\n", " ")
         for line in re.findall(r"cocofl flower (?:device|node) (.*)", text):
             seen |= set(re.findall(r"(?<![\w-])--[a-z-]+", line))

@@ -15,12 +15,10 @@ from typing import NamedTuple
 import pytest
 
 from cocofl.cli import main
-from cocofl.config import Experiment
-from cocofl.errors import InvalidSetting
 from cocofl.experiment import Run
 from cocofl.fl.metrics import metric
+from cocofl.fl.strategies import STRATEGIES
 from cocofl.runlog import only_writer
-from cocofl.trackers import tracker
 
 
 class Done(NamedTuple):
@@ -74,7 +72,7 @@ def test_run_then_resume_then_evaluate(call: Call, tmp_path: Path) -> None:
     damaged = call("run", "tiny.toml", "--set", "training.lr=0.05", "--resume")
     assert damaged.returncode == 2
     assert "cannot read runs/tiny/model.safetensors" in damaged.stderr
-    assert "remove that file, and --resume plays it again" in damaged.stderr
+    assert "remove the file: --resume then plays its rounds again" in damaged.stderr
     assert len(damaged.stderr.splitlines()) == 1
 
 
@@ -108,6 +106,39 @@ def test_compare_prints_one_table(call: Call, tmp_path: Path) -> None:
     resumed = call("compare", "tiny.toml", *words, "--out", "both", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert "the best of 0.1, 0.2, by another seed" in resumed.stdout
+
+
+PLAIN_MODEL = """
+import torch
+from torch import nn
+
+def plain(tiny=True):
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())
+    return nn.Sequential(body, nn.Linear(8, 10)), torch.rand(4, 1, 8, 8)
+"""
+
+
+def test_compare_plays_all_that_suit_a_network_under_every_budget(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = {name: STRATEGIES[name] for name in ("cocofl", "heterofl", "fedavg")}
+    monkeypatch.setattr("cocofl.cli.running.STRATEGIES", some)
+    (tmp_path / "plain_model.py").write_text(PLAIN_MODEL)
+    words = ["--strategies", "all", "--budgets", "paper,limited:0.5", "--seeds", "1"]
+    words += ["--set", "model.name=plain_model:plain", "--no-report"]
+    done = call("compare", "tiny.toml", *words, "--out", "league", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "left out: heterofl: " in done.stderr, "a network without widths"
+    found = {str(p.parent.relative_to(tmp_path / "league")) for p in tmp_path.rglob("model.*")}
+    assert found == {
+        f"{budget}/rc/{name}/seed0"
+        for budget in ("paper", "limited0.5")
+        for name in ("cocofl", "fedavg")
+    }
+    words[1] = "cocofl,heterofl"
+    refused = call("compare", "tiny.toml", *words, "--out", "again")
+    assert refused.returncode == 2
+    assert not Path("again").exists(), "nothing is trained before it is found out"
 
 
 GAP_METRIC = """
@@ -304,7 +335,63 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(tmp_path: Path, number: int, code: 
     )
 
 
-def test_a_tracker_whose_library_is_missing_says_how_to_get_it(tmp_path: Path) -> None:
-    for name in ("wandb", "mlflow"):
-        with pytest.raises(InvalidSetting, match=f"pip install '{name}'"):
-            tracker(name, Experiment(), tmp_path)
+def test_a_run_can_be_watched(call: Call) -> None:
+    done = call("run", "tiny.toml", "--watch", "--no-report")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "watch: runs/tiny/live.html\n"
+    assert "Round 2 of 2, complete." in Path("runs/tiny/live.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (["faults.dropout=1.0"], "(6 lost): its model is the one it began with; see [faults]"),
+        (["training.lr=1e38"], "(6 rejected): its model is the one it began with; what devices"),
+    ],
+)
+def test_a_run_in_which_nothing_is_merged_fails(call: Call, changes: list[str], why: str) -> None:
+    words = [word for change in changes for word in ("--set", change)]
+    failed = call("run", "tiny.toml", *words, "--no-report")
+    assert failed.returncode == 1
+    assert "failed: no update was merged in 2 rounds of runs/tiny" in failed.stderr
+    assert why in failed.stderr
+    assert "accuracy of weak" in failed.stdout, "what there is to see is shown all the same"
+
+
+def test_ctrl_c_while_a_checkpoint_gets_its_name_is_no_problem_of_the_disk(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.replace
+
+    def interrupted(self: Path, target: Path) -> Path:
+        renamed = rename(self, target)
+        if target.name == "checkpoint.safetensors":
+            raise KeyboardInterrupt
+        return renamed
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    words = ("run", "tiny.toml", "--set", "engine.checkpoint_every=1", "--no-report")
+    stopped = call(*words)
+    assert stopped.returncode == 130
+    assert stopped.stderr.startswith("stopped: what is done is kept in runs/tiny;")
+    monkeypatch.setattr(Path, "replace", rename)
+    os.truncate("runs/tiny/checkpoint.safetensors", 3000)
+    damaged = call(*words, "--resume")
+    assert damaged.returncode == 2
+    assert "remove the file: --resume then plays its rounds again" in damaged.stderr
+    Path("runs/tiny/checkpoint.safetensors").unlink()
+    assert call(*words, "--resume").returncode == 0
+
+
+def test_a_function_of_ones_own_that_raises_is_named(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "own_failing.py").write_text(
+        "def data(folder):\n    return {}['train']\n\ndef net():\n    return 1 / 0\n"
+    )
+    failed = call("run", "tiny.toml", "--set", "data.name=own_failing:data")
+    assert failed.returncode == 2
+    place = tmp_path / "own_failing.py"
+    assert f"own_failing:data failed with KeyError: 'train' (line 2 of {place})" in failed.stderr
+    words = ("--set", "model.options={}", "--set", "model.name=own_failing:net")
+    failed = call("run", "tiny.toml", *words)
+    assert failed.returncode == 2
+    assert "own_failing:net failed with ZeroDivisionError: division by zero" in failed.stderr

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -127,9 +128,14 @@ def test_a_base_must_be_another_file(tmp_path: Path) -> None:
 
 
 def test_the_documentation_has_every_key_with_its_default() -> None:
-    page = Path(__file__).parents[1] / "docs/simulation.md"
-    block = page.read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
-    assert tomllib.loads(block) == Experiment().to_dict()
+    page = (Path(__file__).parents[1] / "docs/reference/experiment.md").read_text(encoding="utf-8")
+    for key, value in Experiment().by_key().items():
+        section, _, name = key.rpartition(".")
+        _, _, text = page.partition(f"## [{section}]" if section else "## At the top")
+        (line,) = re.findall(rf"^\| `{name}` \| .* \|$", text.partition("\n## ")[0], re.M)
+        told, meaning = line.split(" | ")[1:]
+        assert tomllib.loads(f"value = {told.strip('`')}")["value"] == value
+        assert meaning.strip(" |"), f"{key} has no description: add one below its field"
 
 
 def test_where_it_runs_is_not_what_is_run() -> None:

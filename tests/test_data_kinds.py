@@ -214,7 +214,7 @@ def pairs(num_classes: int) -> Any:
         ("series", "conv1d", {"evaluation.metrics": ["rmse"]}, "rmse, which reads numbers"),
         ("several", "dense", SIX | {"data.split": "rc"}, "goes by the class .* has multilabel"),
         ("table", "dense", {"data.split": "natural"}, "name the column .owners."),
-        ("table", "dense", {"data.options": {"x": 1}}, "cannot take data.options"),
+        ("table", "dense", {"data.options": {"x": 1}}, "and data.options"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(

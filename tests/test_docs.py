@@ -1,4 +1,4 @@
-"""What the documentation says works: its Python runs, and so do its commands.
+"""What the documentation says works: its Python runs, its commands run, its links lead somewhere.
 
 A command that takes longer than 20 s has a comment above it, ``<!-- shorter: … -->``, that says
 what `make test-docs` runs in its place.
@@ -11,27 +11,42 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.reference import GENERATED
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 LENGTHY = {
-    "bring-your-own-model.md",
-    "data-sets.md",
-    "data.md",
-    "extend.md",
-    "index.md",
-    "profiling.md",
-    "reports.md",
-    "simulation.md",
-    "strategies.md",
-    "technique.md",
+    "guides/bring-your-own-model.md",
+    "guides/compare.md",
+    "guides/data.md",
+    "guides/extend.md",
+    "guides/profiling.md",
+    "guides/reports.md",
+    "guides/simulation.md",
+    "guides/technique.md",
+    "reference/data-sets.md",
+    "reference/strategies.md",
 }
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LONG = re.compile(r"^<!-- shorter:\n?(.*?)-->\n\n```sh\n.*?^```$", re.MULTILINE | re.DOTALL)
+MOST_WORDS = 900
+COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,10}\b")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT if page.parent == ROOT else DOCS))
+
+
+def prose(page: Path) -> str:
+    """A page without its code and comments."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +91,18 @@ def shorter_commands(page: Path) -> list[str]:
 
 
 def by_time(pages: Iterable[Path]) -> list[Any]:
-    """Pages that take 10 s and more, and whose commands other tests run as well, are slow ones."""
+    """Pages that take 10 s and more, and whose commands other tests run as well, are slow ones.
+
+    Those of *start* never are: they are the first that anybody tries.
+    """
+    slow = [pytest.mark.slow]
     return [
-        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in LENGTHY else [])
+        pytest.param(page, id=name_of(page), marks=slow if name_of(page) in LENGTHY else [])
         for page in pages
     ]
+
+
+# --- what stands there works ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", by_time(filter(blocks, PAGES)))
@@ -89,8 +111,18 @@ def test_the_snippets_of_a_page_run_in_order(page: Path, run: Callable[[str, str
         run(language, code)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [*filter(shorter_commands, PAGES)], ids=lambda page: page.name)
+def of_start_first(pages: Iterable[Path]) -> list[Any]:
+    return [
+        pytest.param(
+            page,
+            id=name_of(page),
+            marks=[] if page.parent.name == "start" else [pytest.mark.slow],
+        )
+        for page in pages
+    ]
+
+
+@pytest.mark.parametrize("page", of_start_first(filter(shorter_commands, PAGES)))
 def test_long_commands_run_at_reduced_size(page: Path, run: Callable[[str, str], None]) -> None:
     # Files that the page makes are there for its long commands, too.
     for code in re.findall(r"^```python\n(# \S+\.py\n.*?)^```$", page.read_text(), re.M | re.S):
@@ -99,17 +131,60 @@ def test_long_commands_run_at_reduced_size(page: Path, run: Callable[[str, str],
         run("sh", shorter)
 
 
+@pytest.mark.parametrize("page", GENERATED)
+def test_the_reference_says_what_the_code_says(page: str) -> None:
+    there = (DOCS / "reference" / page).read_text(encoding="utf-8")
+    assert there == GENERATED[page](), f"run `python tools/reference.py`: {page} is out of date"
+
+
+# --- the four parts ------------------------------------------------------------------------------
+
+
 def test_every_page_is_in_the_contents() -> None:
     contents = (ROOT / "mkdocs.yml").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f" {page.name}\n" in contents, f"add {page.name} to nav in mkdocs.yml"
+    for page in DOCS.rglob("*.md"):
+        name = name_of(page)
+        assert re.search(rf"[ :] {name}$", contents, re.M), f"add {name} to nav in mkdocs.yml"
+
+
+def test_pages_lie_in_the_four_parts() -> None:
+    parts = {page.parent.name for page in DOCS.rglob("*.md")} - {"docs"}
+    assert parts == {"start", "guides", "reference", "notebook"}
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "guides").glob("*.md")), ids=name_of)
+def test_a_guide_is_short_and_has_no_history(page: Path) -> None:
+    text = prose(page)
+    assert len(text.split()) <= MOST_WORDS
+    assert not COMMIT.findall(text), "a commit belongs into the notebook"
+    for word in ("AMD EPYC", "H200", "torch 2."):
+        assert word not in text, f"{word}: measurements belong into the notebook"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in sorted((DOCS / "notebook").glob("*.md")) if page.name != "index.md"],
+    ids=name_of,
+)
+def test_entries_of_the_notebook_are_dated_newest_first(page: Path) -> None:
+    headings = re.findall(r"^## (.*)$", prose(page), re.M)
+    assert headings
+    dates = []
+    for heading in headings:
+        date, colon, _ = heading.partition(": ")
+        assert colon, f"{heading}: begin with the date, as in '18 November 2026: Speed'"
+        dates.append(datetime.strptime(date, "%d %B %Y"))
+    assert dates == sorted(dates, reverse=True)
+    assert COMMIT.search(page.read_text()), "say the commit"
+
+
+# --- links and the site --------------------------------------------------------------------------
 
 
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
-        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", prose):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", prose(page)):
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -124,13 +199,15 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for page in (ROOT / "docs").glob("*.md"):
-        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-        built = tmp_path / "site" / ("" if page.stem == "index" else page.stem) / "index.html"
+    for page in DOCS.rglob("*.md"):
+        own = page.relative_to(DOCS).with_suffix("")
+        place = own.parent if own.name == "index" else own
+        built = (tmp_path / "site" / place / "index.html").read_text()
         for heading, mark in (("h2", "## "), ("h3", "### ")):
-            shown = len(re.findall(rf"<{heading} id=", built.read_text()))
-            written = sum(line.startswith(mark) for line in prose.splitlines())
-            assert shown >= written, f"{page.name} is not shown whole"
-    reference = (tmp_path / "site" / "api" / "index.html").read_text()
+            shown = len(re.findall(rf"<{heading} id=", built))
+            written = sum(line.startswith(mark) for line in prose(page).splitlines())
+            assert shown >= written, f"{name_of(page)} is not shown whole"
+    assert "analytic:pi5/mobilenet" in (tmp_path / "site/what-fits.html").read_text()
+    reference = (tmp_path / "site/reference/api/index.html").read_text()
     assert 'id="cocofl.experiment.simulate"' in reference
     assert 'class="gp">&gt;&gt;&gt; ' in reference, "doctests are not shown as code"

@@ -30,7 +30,7 @@ from cocofl.errors import (
     RunFolderProblem,
 )
 from cocofl.experiment import Run, Setup, evaluate_run, simulate
-from cocofl.fl.strategies import STRATEGIES
+from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.subject import Settings
 from cocofl.profiling.table import beside_head
@@ -82,7 +82,11 @@ def test_every_strategy_runs_and_keeps_the_folders_promise(
     assert 0 <= final.scores["accuracy"] <= 1
     assert set(final.scores["group_accuracy"]) == {"strong", "medium", "weak"}
     assert len(final.scores["class_accuracy"]) == 10
-    assert all(record.bytes_up > 0 and record.simulated_s > 0 for record in run.rounds)
+    assert run.fates["merged"] > 0
+    for record in run.rounds:
+        assert (record.bytes_up > 0) == (record.count("merged") > 0)
+        # Without a deadline two updates may arrive at one moment.
+        assert record.simulated_s > 0 or not (record.bytes_up and facts_of(strategy).waits)
     assert all(bool(torch.isfinite(t).all()) for t in run.state.values())
     assert run.experiment == tiny(strategy__name=strategy)
     assert {p.name for p in run.path.iterdir()} == {
@@ -282,7 +286,7 @@ def test_a_folder_in_the_way_is_left_alone(tmp_path: Path, executor: InProcess) 
         ({"model.name": "mobilenet"}, "takes images of 3×32×32 .* has 1×8×8"),
         ({"data.split": "rcc"}, "did you mean rc"),
         ({"devices.groups": "papr"}, "devices.groups is 'papr'"),
-        ({"model.options": {"tiney": True}}, "cannot be built: .*tiney"),
+        ({"model.options": {"tiney": True}}, "failed with TypeError: .*tiney"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(
@@ -345,7 +349,7 @@ def test_a_final_model_that_is_cut_off_is_noticed(tmp_path: Path, executor: InPr
     model = play(tiny(rounds=1), path, executor).path / "model.safetensors"
     whole = model.read_bytes()
     model.write_bytes(whole[:-1])
-    with pytest.raises(InvalidState, match=r"model.safetensors.*remove that file, and --resume"):
+    with pytest.raises(InvalidState, match=r"model.safetensors.*remove the file: --resume"):
         play(tiny(rounds=1), path, executor, resume=True)
     model.unlink()
     play(tiny(rounds=1), path, executor, resume=True)

@@ -185,7 +185,7 @@ def test_a_state_with_a_changed_bit_is_refused(at: int, tmp_path: Path) -> None:
 def test_who_has_a_changed_checkpoint_is_told_what_to_do(tmp_path: Path) -> None:
     path = kept(tmp_path)
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(CocoflError, match=r"match its checksum.*, or remove it: --resume"):
+    with pytest.raises(CocoflError, match=r"its checksum .*, or remove the file: --resume"):
         RunFolder(tmp_path).rewind()
 
 

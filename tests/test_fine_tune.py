@@ -19,7 +19,7 @@ from cocofl.experiment import model_with
 from cocofl.experiment.setup import Setup
 from cocofl.fl.metrics import metric
 from cocofl.fl.training import STACKED_LOSSES, cross_entropy
-from cocofl.flower.client import Device
+from cocofl.flower.client import Device, _own_experiment
 from cocofl.models.hugging_face import hugging_face
 from tests.hugging_face import ALL, transformers
 
@@ -203,12 +203,26 @@ def test_a_device_has_its_own_folder_and_downloads_nothing_unasked(tmp_path: Pat
     own.mkdir()
     (own / "own.csv").write_text("text\nhallo\nwelt\n")
     told = {"experiment": settings, "facts": {"class_names": ["x"], "mean": [], "std": []}}
-    with pytest.raises(InvalidExperiment, match=r"put the folder 'gpt2' with its config.json"):
+    with pytest.raises(InvalidExperiment, match=r"model hf:gpt2, .* put the folder 'gpt2' into"):
         Device({"data-dir": str(own)}, 1, told)
     folder(own, "gpt2")  # which knows 50 tokens; that of bytes are 257
     told["facts"]["class_names"] = [str(i) for i in range(257)]  # type: ignore[index]
     with pytest.raises(CocoflError, match=r"the model hf:.*device/gpt2 knows 50"):
         Device({"data-dir": str(own)}, 1, told)
+
+
+def test_a_device_reads_data_of_the_hub_only_if_it_says_so(tmp_path: Path) -> None:
+    server = Experiment().changed({"data.name": "hf:org/letters:german"})
+    with pytest.raises(InvalidExperiment, match=r"the data set hf:letters, .* trust = 'hf'"):
+        _own_experiment(server, {"data-dir": str(tmp_path)})
+    there = _own_experiment(server, {"trust": "hf"})
+    assert there.data.name == "hf:org/letters:german"
+    (tmp_path / "letters").mkdir()
+    here = _own_experiment(server, {"data-dir": str(tmp_path)})
+    assert here.data.name == f"hf:{tmp_path}/letters:german"
+    hostile = Experiment().changed({"data.name": "hf:/etc/secrets"})
+    with pytest.raises(InvalidExperiment, match="neither a folder here nor a name on the Hub"):
+        _own_experiment(hostile, {"trust": "hf"})
 
 
 def test_texts_become_windows_of_the_next_token(tmp_path: Path) -> None:

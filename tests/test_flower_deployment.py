@@ -21,7 +21,7 @@ from cocofl.runlog import RunFolder
 from tests.extensions import write_extensions
 
 COCOFL = Path(sys.executable).with_name("cocofl")
-PAGE = Path(__file__).parent.parent / "docs" / "deployment.md"
+PAGE = Path(__file__).parent.parent / "docs/guides/deployment.md"
 CONFIG = {
     "rounds": 1,
     "model.name": "task:network",
@@ -182,8 +182,8 @@ def test_a_device_keeps_its_process_and_survives_its_loss(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     with Loopback(tmp_path / "network") as network:
-        node = network.start_node("node0", {"trust": "task fedprox"})
-        own = {"strategy.name": "fedprox:fedprox", "strategy.mu": 0.1}
+        node = network.start_node("node0", {"trust": "task capped_pull"})
+        own = {"strategy.name": "capped_pull:capped_pull", "strategy.mu": 0.1}
         run_id = network.submit(users_app(folder, **own), {"flower.nodes": 1, "rounds": 8})
         await_rounds(folder, 2)
         (kept,) = set(processes_that_trained(network, "node0"))

@@ -1,6 +1,6 @@
 """Processes that die, hang, lie and come back, on loopback. `make test-faults` runs these.
 
-Their figures go to the file that ``COCOFL_FAULT_FIGURES`` names; `docs/deployment.md` quotes it.
+Their figures go to the file that ``COCOFL_FAULT_FIGURES`` names; the notebook quotes it.
 """
 
 from __future__ import annotations

@@ -123,8 +123,13 @@ def test_a_strategy_of_ones_own_is_deployed_as_it_is_simulated(
     monkeypatch.syspath_prepend(str(tmp_path))
     moved = []
     for mu in (0.0, 3.0):
-        config = {**TINY, "rounds": 1, "strategy.name": "fedprox:fedprox", "strategy.mu": mu}
-        nodes = {number: device(number - 1, trust="fedprox") for number in (1, 2)}
+        config = {
+            **TINY,
+            "rounds": 1,
+            "strategy.name": "capped_pull:capped_pull",
+            "strategy.mu": mu,
+        }
+        nodes = {number: device(number - 1, trust="capped_pull") for number in (1, 2)}
         state, (record,), _ = flower_grid.play(tmp_path / f"mu{mu}", nodes, config)
         assert record.count("merged") == 2
         moved.append(state["stem.0.weight"])

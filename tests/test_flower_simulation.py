@@ -72,6 +72,12 @@ def test_flower_and_serial_end_with_the_same_bits(
         ("strategy.name=cocofl", "engine.kernels=auto"),
         ("strategy.name=heterofl", "strategy.masked=true"),
         ("strategy.name=fjord",),
+        ("strategy.name=small",),
+        ("strategy.name=apf", "strategy.threshold=0.5", "strategy.ema=0.5"),
+        ("strategy.name=depthfl", "strategy.stages=3"),
+        ("strategy.name=fedrolex",),
+        # More devices begin in its first round than the simulation has nodes.
+        ("strategy.name=fedbuff", "strategy.buffer=6", "devices.groups=[{name='all'}]"),
         ("strategy.name=centralized", "rounds=10"),
     ],
     ids=lambda settings: settings[0].partition("=")[2],

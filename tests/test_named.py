@@ -254,7 +254,8 @@ def test_resume_plays_what_the_user_names(
 def test_who_trusts_a_folder_says_so(honest: Path, call: Call, tmp_path: Path) -> None:
     path = downloaded(honest, tmp_path / "run", NAMES[0])
     done = call("evaluate", str(path), "--trust")
-    assert done.code == 1
+    assert done.code == 2
+    assert "malice:act failed with RuntimeError" in done.err
     assert (tmp_path / "ran").exists()
 
 

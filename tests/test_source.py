@@ -4,28 +4,40 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import cocofl
-from cocofl.source import source_version
+from cocofl.cli import main
 
 SOURCE = Path(cocofl.__file__).parents[1]
 
 
-def test_an_installed_version_is_told() -> None:
-    assert source_version()[0].isdigit()
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"cocofl {cocofl.__version__}\n"
+    assert cocofl.__version__[0].isdigit()
 
 
 def test_a_source_tree_serves_where_nothing_is_installed(tmp_path: Path) -> None:
-    """As on a machine that has torch and a copy of the source, and nothing of ours beside it."""
+    """As on a machine that has our dependencies and a copy of the source, not installed."""
     script = f"""
-import sys
-sys.path[:] = [path for path in sys.path if path != {str(SOURCE)!r}]
-import importlib.metadata as metadata
-metadata.MetadataPathFinder.find_distributions = classmethod(lambda *_: iter(()))
-sys.path.insert(0, {str(SOURCE)!r})
-from cocofl.source import source_version
-print(source_version())
+import importlib.metadata as metadata, runpy, sys
+real = metadata.Distribution.from_name.__func__
+
+def but_ours(cls, name):
+    if name == "cocofl":
+        raise metadata.PackageNotFoundError(name)
+    return real(cls, name)
+
+metadata.Distribution.from_name = classmethod(but_ours)
+sys.path[:] = [{str(SOURCE)!r}, *(path for path in sys.path if path != {str(SOURCE)!r})]
+sys.argv[1:] = ["doctor", "--json"]
+runpy.run_module("cocofl", run_name="__main__")
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
     )
-    assert done.stdout == "not installed\n"
+    assert done.returncode == 0, done.stderr
+    assert f'"found": "{cocofl.__version__}"' in done.stdout

@@ -21,6 +21,7 @@ from cocofl.experiment import Run, simulate
 from cocofl.fl.select import feasible, maximal
 from cocofl.freeze import FrozenNet, KernelPlan, Update, chain_state, freeze
 from cocofl.profiling import ProfileTable
+from cocofl.source import VERSION as __version__  # noqa: N811 - as all packages call it
 from cocofl.span import Blocks, Role, Span, all_spans
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "Span",
     "Update",
     "Wiring",
+    "__version__",
     "all_spans",
     "chain_state",
     "feasible",

@@ -1,5 +1,5 @@
-"""All that a codec of one's own is made of. ``docs/extend.md`` shows an example."""
+"""All that a codec of one's own is made of. ``docs/guides/extend.md`` shows an example."""
 
-from cocofl.fl.codec import CODECS, Codec, Identity
+from cocofl.fl.codec import CODECS, Codec, Float16, Identity, Int8, TopK
 
-__all__ = ["CODECS", "Codec", "Identity"]
+__all__ = ["CODECS", "Codec", "Float16", "Identity", "Int8", "TopK"]

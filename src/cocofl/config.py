@@ -24,9 +24,10 @@ from cocofl.fl.federation import Faults
 from cocofl.fl.metrics import Evaluation
 from cocofl.fl.privacy import Privacy
 from cocofl.fl.rules import Merging
+from cocofl.fl.server_optimizers import ServerStep
 from cocofl.fl.training import Training
 from cocofl.freeze import backend_names
-from cocofl.models.hugging_face import PREFIX, is_hugging_face
+from cocofl.hub import is_hugging_face, split_name, title, with_place
 from cocofl.named import names_in, nearest, user_file
 from cocofl.vector import PRECISIONS
 
@@ -48,6 +49,7 @@ class Model:
     """
 
     name: str = "resnet10-digits"
+    """A registry name, ``package.module:factory``, or ``hf:NAME``."""
     init: str = ""
     """A safetensors file with weights to begin with; empty for fresh ones. Of ``hf:NAME`` also
     ``pretrained`` (the default) or ``random``."""
@@ -57,25 +59,29 @@ class Model:
     @property
     def title(self) -> str:
         """What people call it: of a folder the last part."""
-        place = self.name.removeprefix(PREFIX)
-        is_folder = is_hugging_face(self.name) and Path(place).is_absolute()
-        return PREFIX + Path(place).name if is_folder else self.name
+        return title(self.name) if is_hugging_face(self.name) else self.name
 
 
 @dataclass(frozen=True)
 class Data:
     """The data set, and who holds which part.
 
-    A registry name, a path (a CSV table, an NPZ file, a folder of images), or
-    ``package.module:function``.
+    A registry name, a path (a CSV table, an NPZ file, a folder of images), Hugging Face's
+    ``hf:NAME`` or ``hf:NAME:CONFIGURATION``, or ``package.module:function``.
     """
 
     name: str = "digits"
+    """A registry name, a path, or ``package.module:function``."""
     dir: str = ""
+    """A folder of data sets in the Hub's layout; else ``$COCOFL_DATA``, else the Hub."""
     preset: str = "standard"
+    """``standard``, or ``paper``: the samples that the paper uses."""
     split: str = "rc"
+    """``iid``, ``dirichlet``, ``rc``, ``rc-mixed``, ``by_play`` or ``natural``."""
     alpha: float = 0.1
+    """Of the Dirichlet distribution: the smaller, the more unlike are devices."""
     equal: bool = True
+    """Whether every device gets the same number of samples."""
     options: dict[str, Any] = field(default_factory=dict)
     """How a path is read (see :class:`~cocofl.data.UserData`); or arguments of the function."""
 
@@ -85,6 +91,8 @@ class Data:
     @property
     def title(self) -> str:
         """What people call it: of a path the last part."""
+        if is_hugging_face(self.name):
+            return title(self.name)
         return Path(self.name).name if is_path(self.name) else self.name
 
 
@@ -97,8 +105,11 @@ class DeviceSettings:
     """
 
     count: int = 30
+    """How many devices there are."""
     per_round: int = 10
+    """How many of them are asked in a round."""
     groups: Any = "paper"
+    """``"paper"``, ``"limited:0.25"``, or a list of tables."""
 
     def __post_init__(self) -> None:
         check_number("devices.count", self.count, least=1, most=MOST_DEVICES)
@@ -114,6 +125,7 @@ class StrategySettings:
     """The strategy by name (or ``package.module:function``), and its own options."""
 
     name: str = "cocofl"
+    """A registry name, or ``package.module:function``; its options stand beside it."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,7 +139,9 @@ class TableSettings:
     """
 
     spans: str = "auto"
+    """What spans cost."""
     widths: str = "auto"
+    """What widths cost, for HeteroFL and FjORD."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +149,13 @@ class EngineSettings:
     """What executes the rounds; none of this changes results, but for ``kernels``."""
 
     kind: str = "auto"
+    """``serial``, ``cohort`` or ``flower``; ``auto``: a cohort on a GPU, else serial."""
     workers: int = 0
     """Processes that train devices side by side; 0 for one per core."""
     kernels: str = "auto"
+    """Of int8: ``auto`` measures; or one that `cocofl doctor` names."""
     checkpoint_every: int = 10
+    """Rounds."""
     device: str = "auto"
     """Where a cohort is computed: ``cuda``, ``cpu``, or ``auto`` for a GPU if there is one."""
     precision: str = "tf32"
@@ -165,8 +182,11 @@ class Experiment:
     """
 
     name: str = "quickstart"
+    """The run goes to ``runs/NAME`` unless ``--out`` says otherwise."""
     seed: int = 0
+    """Of everything random: split, groups, budgets, order, weights."""
     rounds: int = 60
+    """How many there are."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     devices: DeviceSettings = field(default_factory=DeviceSettings)
@@ -174,6 +194,7 @@ class Experiment:
     training: Training = field(default_factory=Training)
     upload: Upload = field(default_factory=Upload)
     merge: Merging = field(default_factory=Merging)
+    server: ServerStep = field(default_factory=ServerStep)
     evaluation: Evaluation = field(default_factory=Evaluation)
     faults: Faults = field(default_factory=Faults)
     privacy: Privacy = field(default_factory=Privacy)
@@ -419,11 +440,11 @@ def _make_absolute(content: dict[str, Any], folder: Path) -> None:
         # Not the path's own method, which raises where a name is too long.
         if isinstance(value, str) and value and os.path.exists(folder / value):
             table[key] = str(folder / value)  # type: ignore[index]
-    model = content.get("model")
-    if isinstance(model, dict) and is_hugging_face(str(model.get("name"))):
-        place = folder / str(model["name"]).removeprefix(PREFIX)
-        if os.path.isdir(place):
-            model["name"] = f"{PREFIX}{place}"
+    for table in (content.get("model"), data):
+        if isinstance(table, dict) and is_hugging_face(name := str(table.get("name"))):
+            place = folder / split_name(name)[0]
+            if os.path.isdir(place):
+                table["name"] = with_place(name, place)
 
 
 # --- dataclasses to TOML -------------------------------------------------------------------------

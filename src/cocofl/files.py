@@ -144,7 +144,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
             unfinished.replace(path)
         except BaseException:
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)  # it may have its name already, when Ctrl-C comes
             raise
 
 

@@ -48,6 +48,14 @@ class LocalRule(ABC):
     def correct(self, step: LocalStep) -> Tensor:
         """The gradient to go by; it is clipped after that, and weight decay is added."""
 
+    def stays(self, start: LocalStep) -> Tensor | None:
+        """By element, whether it stays as the server sent it, and so is not sent; None: all learn.
+
+        It is asked before the first step.
+        """
+        del start
+        return None
+
     def remember(self, end: LocalStep) -> dict[str, Tensor]:
         """What the device keeps after its last step, and sends to the server."""
         del end

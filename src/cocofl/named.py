@@ -12,6 +12,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,6 +143,21 @@ def import_ours(name: str, error: type[CocoflError]) -> Callable[..., Any]:
     if not callable(function):
         raise error(f"{name} is a {type(function).__name__}, not a function or class")
     return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def named_in_errors(name: str, error: type[CocoflError]) -> Iterator[None]:
+    """Let whatever the user's own function raises say whose it is, and in which line."""
+    try:
+        yield
+    except CocoflError:
+        raise
+    except Exception as problem:
+        own = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+        steps = traceback.extract_tb(problem.__traceback__)
+        lines = [f" (line {one.lineno} of {own})" for one in steps if one.filename == own]
+        said = f"{type(problem).__name__}: {problem}"
+        raise error(f"{name} failed with {said}{lines[-1] if lines else ''}") from problem
 
 
 def made_by_name(

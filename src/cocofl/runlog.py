@@ -9,6 +9,7 @@ plan.json              which int8 kernel every worker uses
 about.json             machine, versions, command, which profile tables served; all that before,
                        too, of a run that went on elsewhere
 model.safetensors      the final state; its being there says that the run is complete
+average.safetensors    the same of the mean over rounds, where the experiment keeps one
 ====================== ===========================================================================
 """
 
@@ -46,6 +47,7 @@ Record = dict[str, Any]
 EXPERIMENT, ABOUT, PLAN = "experiment.toml", "about.json", "plan.json"
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 CHECKPOINT, MODEL = "checkpoint.safetensors", "model.safetensors"
+AVERAGE = "average.safetensors"
 
 MOST_LINE_BYTES, MOST_LOG_BYTES = 16 * 2**20, 2**30
 MOST_STATE_BYTES = 64 * 2**30
@@ -104,6 +106,8 @@ class RoundRecord:
     """What the model was tested for, where it was."""
     other_scores: Mapping[str, Scores] = field(default_factory=dict)
     """The same with other norm statistics, by their kind; at the end of a run."""
+    averaged_scores: Mapping[str, Scores] = field(default_factory=dict)
+    """Of the mean of the model over rounds, where one is kept, by the kind of norm statistics."""
     bytes_broadcast: int | None = None
     """The size of all that devices were sent, where they are on a network."""
     reasons: Sequence[tuple[int, str]] | None = None
@@ -114,6 +118,8 @@ class RoundRecord:
     """Nodes that were there and were not asked for what they sent before."""
     epsilon: float | None = None
     """What all rounds so far come to, where there is privacy."""
+    energy_j: float | None = None
+    """What training took on all devices that were asked, where their power is known."""
 
     def count(self, fate: str) -> int:
         """How many devices that became of."""
@@ -130,6 +136,7 @@ class RoundRecord:
             **{k: own[k] for k in _OWN_KEYS if k not in _NOT_ALWAYS or own[k] is not None},
             **self.scores,
             **{_OTHER[kind]: dict(found) for kind, found in self.other_scores.items()},
+            **{_AVERAGED[kind]: dict(found) for kind, found in self.averaged_scores.items()},
         }
 
     @classmethod
@@ -141,9 +148,10 @@ class RoundRecord:
             if key in line and not check(line[key]):
                 raise RunFolderProblem(f"{where}: {key!r} is {in_short(line[key])}")
         others = {kind: line[key] for kind, key in _OTHER.items() if key in line}
-        taken = (*_OWN_KEYS, *_OTHER.values())
+        averaged = {kind: line[key] for kind, key in _AVERAGED.items() if key in line}
+        taken = (*_OWN_KEYS, *_OTHER.values(), *_AVERAGED.values())
         scores = {key: value for key, value in line.items() if key not in taken}
-        for found in (scores, *others.values()):
+        for found in (scores, *others.values(), *averaged.values()):
             if not _are_scores(found):
                 raise RunFolderProblem(f"{where}: what the model was tested for is not numbers")
         reasons, of_devices = line.get("reasons"), line.get("figures")
@@ -153,6 +161,7 @@ class RoundRecord:
             devices=[_device_record(*one) for one in line["devices"]],
             scores=scores,
             other_scores=others,
+            averaged_scores=averaged,
             reasons=None if reasons is None else [(node, why) for node, why in reasons],
             figures=None if of_devices is None else [DeviceFigures(*one) for one in of_devices],
             quarantined=line.get("quarantined"),
@@ -182,7 +191,8 @@ def scores_by_name(scores: Scores, key: str) -> Mapping[str, float]:
 def check_metric_names(names: Sequence[str]) -> None:
     """Refuse metrics that could not be told apart in a line of ``metrics.jsonl``."""
     for name in names:
-        if name in _OWN_KEYS or name in _OTHER.values() or names.count(name) > 1:
+        taken = (*_OWN_KEYS, *_OTHER.values(), *_AVERAGED.values())
+        if name in taken or names.count(name) > 1:
             raise InvalidSetting(
                 f"a metric is called {name!r}, and so is something else in {METRICS}; give it "
                 "another name"
@@ -208,8 +218,17 @@ def _are_devices(value: Any) -> bool:
     return False
 
 
-_FIGURES = ("round", "lr", "simulated_s", "bytes_up", "bytes_broadcast", "loss", "epsilon")
-_SHAPES = (int, float, Amount, int, int, float | None, Amount)
+_FIGURES = (
+    "round",
+    "lr",
+    "simulated_s",
+    "bytes_up",
+    "bytes_broadcast",
+    "loss",
+    "epsilon",
+    "energy_j",
+)
+_SHAPES = (int, float, Amount, int, int, float | None, Amount, Amount)
 _OWN_KEYS: dict[str, Check] = {
     **dict(zip(_FIGURES, map(check_of, _SHAPES), strict=True)),
     **dict.fromkeys(FATES, check_of(int)),
@@ -219,9 +238,10 @@ _OWN_KEYS: dict[str, Check] = {
     "quarantined": check_of(list[int]),
 }
 """What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
-_NOT_ALWAYS = ("bytes_broadcast", "reasons", "figures", "quarantined", "epsilon")
-"""The last where there is privacy, the others on a network."""
+_NOT_ALWAYS = ("bytes_broadcast", "reasons", "figures", "quarantined", "epsilon", "energy_j")
+"""The last two where there is privacy, and power; the others on a network."""
 _OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
+_AVERAGED = {kind: f"averaged_{kind}_statistics" for kind in STATISTICS}
 _are_seconds = check_of(Amount)
 _are_scores = check_of(dict[str, Score | list[Score] | dict[str, Score]])
 
@@ -325,7 +345,7 @@ class RunFolder:
         """Where the rounds that are kept come from, as far as ``about`` does not say it."""
         if not (self.path / ABOUT).exists() or not (self.path / CHECKPOINT).exists():
             return []
-        with _opened(self.path / CHECKPOINT) as file:
+        with _advised(), _opened(self.path / CHECKPOINT) as file:
             last, rounds = self.about, _rounds_in(file)
         before: list[Record] = last.get("before", [])
         origin = {key: last[key] for key in _ORIGIN if key in last}
@@ -372,7 +392,8 @@ class RunFolder:
     def rewind(self) -> tuple[int, State] | None:
         """The last checkpoint; what was logged after it is cut off. None if there is none yet."""
         path = self.path / CHECKPOINT
-        found = read_state(path) if path.exists() else None
+        with _advised():
+            found = read_state(path) if path.exists() else None
         rounds_done = found[0] if found else 0
         for name in (METRICS, TIMING):
             _cut_lines(self.path / name, rounds_done)
@@ -384,6 +405,10 @@ class RunFolder:
         with _writing(self.path):
             (self.path / CHECKPOINT).unlink(missing_ok=True)
 
+    def save_average(self, state: Mapping[str, Tensor], rounds_done: int) -> None:
+        """Keep the mean over rounds, before the final state ends the run."""
+        self._write_state(AVERAGE, rounds_done, state)
+
     def _write_state(self, name: str, rounds_done: int, state: Mapping[str, Tensor]) -> None:
         content = _with_checksum(state_bytes(state), {_ROUNDS: str(rounds_done)})
         with _writing(self.path), replacing(self.path / name) as file:
@@ -391,20 +416,25 @@ class RunFolder:
 
     def check_model(self) -> None:
         """Complain about a final state that is cut off, changed or none."""
-        path = self.path / MODEL
-        try:
-            with _opened(path):
-                pass
-        except InvalidState as error:
-            raise InvalidState(
-                f"{error}. The run was finished: remove that file, and --resume plays it again"
-            ) from error
+        with _advised(), _opened(self.path / MODEL):
+            pass
+
+    def average(self) -> State:
+        """The mean over rounds of a run that has ended."""
+        path = self.path / AVERAGE
+        if not path.exists():
+            raise RunFolderProblem(
+                f"{self.path} holds no mean over rounds: it is kept where evaluation.average is "
+                "above 0, and is there when the run has ended"
+            )
+        return read_state(path)[1]
 
     def model(self) -> State:
         """The final state, or the last checkpoint of a run that has not ended."""
         for name in (MODEL, CHECKPOINT):
             if (self.path / name).exists():
-                return read_state(self.path / name)[1]
+                with _advised():
+                    return read_state(self.path / name)[1]
         raise RunFolderProblem(f"{self.path} holds no model yet: no round has been kept")
 
 
@@ -469,7 +499,7 @@ def _with_checksum(content: bytes, about: Mapping[str, str]) -> bytes:
 def _check_contents(path: Path, metadata: Mapping[str, str]) -> None:
     """Complain about a file that is not as it was written; one of before checksums is let pass."""
     if _ROUNDS in metadata and (more := metadata.keys() - {_ROUNDS, _CHECKSUM}):
-        raise InvalidState(f"{path} is no state of a run: it says {min(more)[:40]!r} of itself")
+        raise ValueError(f"it is no state of a run, as it says {min(more)[:40]!r} of itself")
     if _CHECKSUM not in metadata:
         return
     with path.open("rb") as file:
@@ -477,10 +507,7 @@ def _check_contents(path: Path, metadata: Mapping[str, str]) -> None:
         head = length + file.read(int.from_bytes(length, "little"))
         blank = hashlib.sha256(head.replace(metadata[_CHECKSUM].encode(), _BLANK.encode(), 1))
         if hashlib.file_digest(file, lambda: blank).hexdigest() != metadata[_CHECKSUM]:
-            raise InvalidState(
-                f"{path} was changed after it was written: it does not match its checksum. Put "
-                "back a copy, or remove it: --resume then plays its rounds again"
-            )
+            raise ValueError("it was changed after it was written: its checksum is another")
 
 
 def _rounds_in(file: Any) -> int:
@@ -502,6 +529,17 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError, ValueError) as error:
         raise InvalidState(f"cannot read {path} as safetensors: {error}") from error
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Say what to do about a state of a run that cannot be read."""
+    try:
+        yield
+    except InvalidState as error:
+        raise InvalidState(
+            f"{error}. Put back a copy, or remove the file: --resume then plays its rounds again"
+        ) from error
 
 
 @contextmanager

@@ -5,20 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+VERSION = "0.2.0"
+"""Of the package, installed or not; the build reads it here."""
 COMMIT_VARIABLE = "COCOFL_COMMIT"
 """Says the commit where the source was copied without its history."""
-
-
-@cache
-def source_version() -> str:
-    """The installed version; of a source tree that is not installed, that it is one."""
-    try:
-        return version("cocofl")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from enum import Enum
 from functools import total_ordering
 from itertools import combinations, groupby
@@ -89,6 +89,15 @@ class Blocks:
 
     def __lt__(self, other: Blocks) -> bool:
         return self._runs < other._runs
+
+    def only(self, wanted: Container[int]) -> Blocks | None:
+        """Those of the blocks that are wanted; None where none is.
+
+        >>> Span(0, 4).only([1, 3]), Span(0, 2).only([3])
+        (Blocks('1:2+3:4'), None)
+        """
+        found = [f"{block}:{block + 1}" for block in self if block in wanted]
+        return Blocks.parse("+".join(found)) if found else None
 
     def check_fits(self, n_blocks: int) -> None:
         """Raise :class:`InvalidSpan` unless a chain of ``n_blocks`` blocks has all of these."""

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -504,7 +505,7 @@ def test_the_hub_out_of_reach():
     )
     complaint = result.stderr.splitlines()[-1]
     assert "DataNotFound: could not load uoft-cs/cifar10 (train) from the Hub" in complaint
-    assert "--data-dir FOLDER" in complaint
+    assert "COCOFL_DATA=FOLDER in the environment, or data.dir in the experiment" in complaint
 
 
 def test_not_on_the_hub():
@@ -618,3 +619,8 @@ def test_an_image_of_gigapixels_is_not_decoded():
 def test_an_origin_says_where_it_is(root):
     assert str(Origin(root)) == str(root)
     assert str(Origin(None, "a/b")) == "the Hub's a/b"
+
+
+def test_no_message_advises_an_option_that_only_some_commands_have():
+    for path in pathlib.Path(data.__file__).parent.glob("*.py"):
+        assert "--data-dir" not in path.read_text(), path.name

@@ -28,7 +28,7 @@ TINY: dict[str, Any] = {
     "engine": {"kernels": "reference", "checkpoint_every": 1},
 }
 OWN: dict[str, dict[str, Any]] = {
-    "fedprox:fedprox": {"mu": 3.0},
+    "capped_pull:capped_pull": {"mu": 3.0},
     "fedavgm:fedavgm": {"beta": 0.9},
     "scaffold:scaffold": {"devices": 6},
 }

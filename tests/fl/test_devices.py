@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocofl import Budget
+from cocofl import Budget, Experiment, Run, simulate
 from cocofl.data import Partition
 from cocofl.data.partition import equal_groups
+from cocofl.engine.executor import InProcess
+from cocofl.engine.pace import pace_of
+from cocofl.engine.rounds import Job
 from cocofl.errors import InvalidDevices
+from cocofl.experiment import Setup
 from cocofl.fl.devices import (
     PAPER_GROUPS,
+    POPULATIONS,
     Group,
     RecordedTrace,
     Uniform,
@@ -202,3 +208,59 @@ def test_who_cannot_be_asked_is_not_drawn_and_others_are_instead(tmp_path: Path)
         everyone = drawn(Group("a"), round_index)
         assert drawn(groups[0], round_index) == [d for d in everyone if d != absent]
     assert make_devices(3, groups, 0).budget(1, 3) == Budget(time=0.5)
+
+
+# --- phones --------------------------------------------------------------------------------------
+
+
+def energetic(**changes: Any) -> Experiment:
+    group = {"name": "all", "time": 1.0, "power": 5.0, **changes}
+    own = {"devices.groups": [group], "devices.count": 6, "devices.per_round": 6}
+    return Experiment().changed(own | {"data.split": "iid", "tables.spans": "analytic"})
+
+
+def asked_first(job: Job) -> Any:
+    return pace_of(job.strategy, job.federation, job.faults, job.seed).turn(0).begin
+
+
+def test_energy_is_time_times_power_and_its_limit_is_obeyed() -> None:
+    job = Setup(energetic()).job()
+    assert job.federation is not None
+    most = 5.0 * job.deadline_s
+    free = asked_first(job)
+    limited = Setup(energetic(energy=most / 2)).job()
+    assert limited.federation is not None
+    assert limited.federation.active_share(0) == pytest.approx(0.5)
+    for one, before in zip(asked_first(limited), free, strict=True):
+        assert one.plan is not None
+        assert before.plan is not None
+        assert 5.0 * one.time * limited.deadline_s <= most / 2 * (1 + 1e-9)
+        assert str(before.plan.work) == "0:6" != str(one.plan.work)
+
+
+def test_a_run_writes_down_what_it_took(tmp_path: Path) -> None:
+    own = energetic().changed({"rounds": 1, "strategy.name": "fedavg-full"})
+    run = simulate(own, out=tmp_path, executor=InProcess())
+    deadline_s = Setup(own).job().deadline_s
+    assert run.rounds[0].energy_j == pytest.approx(6 * 5.0 * deadline_s, rel=1e-6)
+    assert Run.open(tmp_path).rounds == run.rounds
+
+
+def test_phones_come_and_go_with_the_time_of_day() -> None:
+    devices = make_devices(2000, POPULATIONS["phones-2024"], seed=0)
+    shares = [np.mean([devices.is_available(d, r) for d in range(2000)]) for r in (0, 6, 12)]
+    assert shares == pytest.approx([0.4, 0.25, 0.1], abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("group", "why"),
+    [
+        ({"energy": 5.0}, "but no power"),
+        ({"power": -1.0}, "expected watts"),
+        ({"available": 0.0}, "expected a share above 0"),
+        ({"power": "much"}, "expected a number"),
+    ],
+)
+def test_bad_phones_are_refused(group: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidDevices, match=why):
+        groups_from([{"name": "phones", **group}])

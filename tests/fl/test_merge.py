@@ -85,7 +85,7 @@ def test_nobody_accepted_moves_nothing() -> None:
 WIDTHS = [1, 2, 3, 4]  # of 4 rows and 4 columns
 
 
-def places(width: float) -> dict[str, tuple[slice, slice]]:
+def places(width: float, _roll: int = 0) -> dict[str, tuple[slice, slice]]:
     rows = round(4 * width)
     return {key: (slice(0, rows), slice(0, rows)) for key in KEYS}
 

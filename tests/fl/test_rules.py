@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cocofl.errors import InvalidExperiment, InvalidSetting
@@ -67,6 +67,7 @@ def test_krum_leaves_out_who_is_far_from_the_others() -> None:
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=9), st.floats(0, 1))
+@example([2], 1.0)
 def test_no_weight_is_above_its_share(weights: list[int], share: float) -> None:
     found = capped(weights, share)
     fair = max(share, 1 / len(weights))

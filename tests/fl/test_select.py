@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from cocofl import Budget, ProfileTable, Span, all_spans, feasible, maximal
 from cocofl.errors import CocoflError, InvalidSetting, NoFeasibleSpan
-from cocofl.fl.select import OVER, SELECTORS, feasible_widths, nothing_fits, select
+from cocofl.fl.select import (
+    OVER,
+    SELECTORS,
+    even_shares,
+    feasible_widths,
+    nothing_fits,
+    select,
+)
 from cocofl.profiling import Cost
 from cocofl.span import Blocks
 
@@ -181,3 +188,41 @@ def test_widths_that_fit() -> None:
     )
     assert feasible_widths(table, Budget(time=0.8, upload=0.3)) == [0.25, 0.5]
     assert feasible_widths(table, Budget(time=0.1)) == []
+
+
+# --- blocks in turn ------------------------------------------------------------------------------
+
+UNEVEN = (Span(0, 1), Span(1, 4), Span(2, 6), Span(3, 6))
+
+
+def coverage_of(shares: Sequence[float]) -> list[float]:
+    return [
+        sum(share for share, one in zip(shares, UNEVEN, strict=True) if block in one)
+        for block in range(6)
+    ]
+
+
+@pytest.mark.parametrize("evenness", [1.0, 4.0])
+def test_no_other_shares_train_blocks_more_evenly(evenness: float) -> None:
+    def badness(shares: Sequence[float]) -> float:
+        found = np.array(coverage_of(shares))
+        return float(-np.log(found).sum() if evenness == 1 else (found ** (1 - evenness)).sum())
+
+    best = badness(even_shares(UNEVEN, evenness))
+    steps = np.linspace(0.02, 0.98, 25)
+    for one in steps:
+        for two in steps:
+            for three in steps:
+                rest = 1 - one - two - three
+                if rest >= 0:
+                    assert badness([one, two, three, rest]) >= best - 1e-6
+
+
+def test_the_selector_draws_by_the_shares() -> None:
+    rng = np.random.default_rng(0)
+    drawn = [SELECTORS["coverage"](UNEVEN, rng, 0) for _ in range(4000)]
+    for one, share in zip(UNEVEN, even_shares(UNEVEN, 4.0), strict=True):
+        assert drawn.count(one) / 4000 == pytest.approx(share, abs=0.03)
+    even, proportional = (min(coverage_of(even_shares(UNEVEN, e))) for e in (4.0, 1.0))
+    assert even > 0.3, "the least trained block gets more turns"
+    assert proportional < 0.25

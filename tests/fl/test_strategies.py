@@ -34,6 +34,9 @@ class WidthTables:
     def spans(self, variant: str | None = None) -> ProfileTable:
         raise AssertionError(variant)
 
+    def check_rolls(self) -> None:
+        pass
+
     def widths(self) -> ProfileTable:
         costs = {width: Cost(width, None, round(1000 * width), 100) for width in WIDTHS}
         return ProfileTable.from_costs(

@@ -29,6 +29,7 @@ from cocofl import (
 )
 from cocofl.freeze import VARIANTS, Network, steps
 from cocofl.freeze.region import IntegerRegion
+from cocofl.models import MODELS
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -665,3 +666,21 @@ def test_a_plan_with_a_kernel_nobody_knows(tmp_path):
     path.write_text(json.dumps({"format": "cocofl kernel plan 1", "choices": {"conv": "magic"}}))
     with pytest.raises(KernelMissing, match="asks for 'magic' at 'conv'; known are reference"):
         KernelPlan.load(path)
+
+
+@pytest.mark.parametrize(("backend", "kinds"), [("reference", {"trained", "int8"})])
+def test_shares_of_time_are_of_what_there_is_and_leave_no_trace(backend, kinds):
+    model = MODELS["mobilenet"](10, tiny=True)
+    x = model.example_input(4)
+    chain = split(model, x)
+    for variant, there in (("qff", kinds), ("f", {"trained", "float32"})):
+        net = freeze(chain, Span(2, 3), variant=variant, backend=backend)
+        net(x).sum().backward()
+        before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+        gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        shares = net.time_shares(x)
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert {kind for kind, share in shares.items() if share > 0} == there
+        assert all(torch.equal(tensor, before[key]) for key, tensor in net.state_dict().items())
+        after = [p.grad for p in net.parameters() if p.grad is not None]
+        assert all(torch.equal(one, two) for one, two in zip(gradients, after, strict=True))

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from cocofl import Span, freeze, split
+from cocofl import BlockChain, Span, freeze, split
 from cocofl.freeze.network import Network
 
 
@@ -60,3 +60,30 @@ def test_volumes_are_frozen_in_float() -> None:
     x = torch.randn(2, 2, 6, 6, 6)
     net = freeze(split(model, x), Span(1, 2), backend="reference")
     assert net(x).shape == (2, 3)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "TransformerEncoderLayer"),
+        (_Recurrent(nn.LSTM(8, 8, batch_first=True)), "LSTM"),
+        (_Recurrent(nn.GRU(8, 8, batch_first=True)), "GRU"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "Linear"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_without_an_int8_form_say_so_in_one_line(layer: nn.Module, named: str) -> None:
+    chain = BlockChain([layer, nn.Linear(8, 8), nn.Linear(8, 2)], example=torch.randn(2, 5, 8))
+    line = Network(chain).what_stays_float
+    assert named in line
+    assert "stay in float32" in line
+    assert "\n" not in line

@@ -54,7 +54,7 @@ def test_the_classifier_costs_something_in_every_table_that_ships(name: str) -> 
 def test_a_measured_table_of_spans_with_the_classifier(tmp_path: Path) -> None:
     *_, table = fast_table(Settings(MODEL, batch=2, threads=1, head=True))
     assert isinstance(table, ProfileTable)
-    assert list(table.configurations) == spans_with_head(table.n_blocks)
+    assert list(table.configurations) == spans_with_head(range(table.n_blocks))
     table.save(tmp_path / "head.json")
     content = json.loads((tmp_path / "head.json").read_text())
     assert content["columns"][0] == "blocks"

@@ -145,7 +145,7 @@ def test_the_time_model_finds_additive_costs_from_few_spans() -> None:
     n = len(chain)
     rng = np.random.default_rng(0)
     # A world of its own: each block and role costs what it likes, a factor from the analytic.
-    fitted, _ = design(n, list(all_spans(n)))
+    fitted, _ = design(range(n), list(all_spans(n)))
     guess = fit(work, "qff", dict.fromkeys(fitted, 0.01))
     frozen, trained, passing, gradient = (
         scale * rng.uniform(0.5, 1.5, n) for scale in (0.001, 0.01, 0.002, 0.002)
@@ -163,7 +163,7 @@ def test_the_time_model_finds_additive_costs_from_few_spans() -> None:
 
 def test_the_design_is_linear_in_the_number_of_blocks() -> None:
     for n in (1, 2, 8, 20, 40):
-        fitted, checks = design(n, list(all_spans(n)))
+        fitted, checks = design(range(n), list(all_spans(n)))
         assert len(fitted) + len(checks) <= 2 * n + 16
         assert not set(fitted) & set(checks)
         assert Span(0, n) in fitted
@@ -197,6 +197,8 @@ def test_a_fast_table_of_ones_own_model(own: str) -> None:
     assert table.spans == tuple(all_spans(3))
     assert table.source == "fast"
     assert table.memory_kind == "tensor"
+    assert table.process_bytes is not None
+    assert table.process_bytes > table.full_memory_bytes
     assert table.error["measured_configurations"] >= 5
     assert table.row(Span(0, 3)) == (1.0, 1.0, 1.0)
     assert table.upload[0] < table.upload[1] < 1
@@ -274,7 +276,7 @@ def test_a_set_of_blocks_with_a_gap_has_a_cost() -> None:
     chain, inputs, build = tiny("mobilenet", "f")
     n = len(chain)
     work = block_work(chain, inputs)
-    time = fit(work, "f", dict.fromkeys(design(n, [])[0], 0.01))
+    time = fit(work, "f", dict.fromkeys(design(range(n), [])[0], 0.01))
     memory = MemoryModel(build, inputs, n)
     ends = Span(0, 1) | Span(n - 1, n)
     assert time.step_s(Span(0, 1)) < time.step_s(ends) < time.step_s(Span(0, n)) * 1.5
@@ -338,7 +340,7 @@ def test_devices_that_were_computed_say_so_and_are_ordered_as_their_makers_do(ow
 
 
 def test_the_documentation_has_the_rates_of_devices() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/profile-tables.md").read_text()
     for name, device in DEVICES.items():
         (line,) = re.findall(rf"^\| `{name}` .*$", page, re.M)
         told = [float(x) for cell in line.split("|")[-3:-1] for x in re.findall(r"[\d.]+", cell)]

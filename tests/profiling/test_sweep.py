@@ -15,7 +15,7 @@ import pytest
 from cocofl import ProfileTable, Span, all_spans
 from cocofl.errors import InvalidSetting, ProfilingFailed
 from cocofl.profiling import Cost
-from cocofl.profiling.measure import measure, prepare_apart
+from cocofl.profiling.measure import Measurement, measure, prepare_apart
 from cocofl.profiling.subject import STEPS, WIDTHS, Settings
 from cocofl.profiling.sweep import Entry, Progress, drift, sweep
 
@@ -39,10 +39,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own:net"
 
 
-def no_processes(folder: Path, configuration: object) -> Cost:
+def no_processes(folder: Path, configuration: object) -> Measurement:
     """A measurement that is quick and always the same."""
     blocks = len(configuration) if isinstance(configuration, Span) else 1
-    return Cost(0.01 * blocks, 1000 * blocks, 100 * blocks, 10 * blocks)
+    return Measurement(Cost(0.01 * blocks, 1000 * blocks, 100 * blocks, 10 * blocks), 5000 + blocks)
 
 
 def test_the_papers_fifty_widths_and_the_levels_of_its_baselines() -> None:
@@ -52,7 +52,7 @@ def test_the_papers_fifty_widths_and_the_levels_of_its_baselines() -> None:
 
 def test_drift_is_what_the_anchors_around_say() -> None:
     def entry(anchor: bool, step_s: float) -> Entry:
-        return Entry(Span(0, 1), anchor, Cost(step_s, 1, 1, 1))
+        return Entry(Span(0, 1), anchor, Cost(step_s, 1, 1, 1), None)
 
     entries = [entry(True, 1.0), entry(False, 5), entry(True, 2.0), entry(False, 5), entry(True, 2)]
     assert drift(entries) == pytest.approx([0.5, 0.75, 1.0, 1.0, 1.0])
@@ -62,14 +62,20 @@ def test_drift_is_what_the_anchors_around_say() -> None:
 def test_one_configuration_in_a_fresh_process(own: str, tmp_path: Path) -> None:
     folder = tmp_path / "workspace"
     prepare_apart(folder, Settings(own, backend="reference", batch=8))
-    cost = measure(folder, Span(1, 2))
+    cost, process_bytes = measure(folder, Span(1, 2))
     assert cost.step_s > 0
-    assert cost.rss_bytes is not None
-    assert cost.rss_bytes > 0
     assert cost.upload_bytes >= 4 * (512 * 4 + 4)
     assert cost.tensor_bytes > 4 * 2 * (512 * 4 + 4)
     # The same bytes in another process: nothing in them is chance.
-    assert measure(folder, Span(1, 2)).tensor_bytes == cost.tensor_bytes
+    again = measure(folder, Span(1, 2))
+    assert again.cost.tensor_bytes == cost.tensor_bytes
+    # Resident memory is what training adds, not what importing PyTorch does.
+    assert process_bytes is not None
+    assert cost.rss_bytes is not None
+    assert again.cost.rss_bytes is not None
+    assert process_bytes > 100e6
+    assert cost.rss_bytes < 3e6
+    assert abs(again.cost.rss_bytes - cost.rss_bytes) < 1e6
 
 
 def test_a_configuration_that_cannot_be_measured_says_why(own: str, tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_a_sweep_continues_where_it_stopped(own: str, tmp_path: Path) -> None:
     out, settings = tmp_path / "table.json", Settings(own, backend="reference", batch=8)
     measured: list[object] = []
 
-    def noting(folder: Path, configuration: object) -> Cost:
+    def noting(folder: Path, configuration: object) -> Measurement:
         measured.append(configuration)
         return no_processes(folder, configuration)
 
@@ -105,7 +111,20 @@ def test_a_sweep_continues_where_it_stopped(own: str, tmp_path: Path) -> None:
     assert not journal.exists()
     table = ProfileTable.load(out)
     assert table.memory_kind == "rss"
+    assert 5001 <= table.process_bytes <= 5004
     assert table.row(Span(1, 3)) == pytest.approx((0.5, 0.5, 0.5))
+
+
+def test_memory_of_full_training_is_the_median_of_its_anchors(own: str, tmp_path: Path) -> None:
+    full = iter([900, 1000, 1400])
+
+    def measured(_folder: Path, configuration: object) -> Measurement:
+        return Measurement(Cost(0.1, next(full) if configuration == Span(0, 2) else 500, 1, 1), 7)
+
+    out = tmp_path / "table.json"
+    settings = Settings(own, variant="f", backend="reference", batch=8)
+    list(sweep(settings, out, n_blocks=2, measure_one=measured))
+    assert ProfileTable.load(out).row(Span(0, 1))[1] == 0.5
 
 
 def test_a_sweep_refuses_to_mix_settings(own: str, tmp_path: Path) -> None:
@@ -142,8 +161,9 @@ def test_ctrl_c_keeps_what_was_measured_and_the_command_continues(own: str, tmp_
     table = ProfileTable.load(tmp_path / "table.json", n_blocks=2)
     peaks = {str(span): cost.rss_bytes for span, cost in zip(table.spans, table.costs, strict=True)}
     assert kept
-    for key, _anchor, _step_s, rss_bytes, *_ in kept:
-        assert peaks[key] == rss_bytes
+    for key, _anchor, (_step_s, rss_bytes, *_), _process_bytes in kept:
+        # Of full training it is the median of all its measurements.
+        assert key == "0:2" or peaks[key] == rss_bytes
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert "table.json exists" in again.stderr

@@ -83,6 +83,24 @@ def test_memory_is_the_rss_peak_where_measured_and_else_the_tensor_peak() -> Non
     assert "tensor memory" in without.describe()
 
 
+def test_a_table_states_what_the_process_holds_beside_training(tmp_path: Path) -> None:
+    found = ProfileTable.load(saved(tmp_path, process_bytes=378_000_000))
+    assert found.process_bytes == 378_000_000
+    assert found.full_memory_bytes == 3000
+    assert found.describe().endswith("resident memory that training adds to the process's 378 MB")
+
+
+def test_a_table_of_before_memory_was_what_training_adds_is_read(tmp_path: Path) -> None:
+    content = json.loads(saved(tmp_path).read_text())
+    assert "process_bytes" not in content
+    del content["checksum"]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(content))
+    found = ProfileTable.load(path)
+    assert found.process_bytes is None
+    assert found.describe().endswith("resident memory, part of the process's own counted in")
+
+
 def test_an_analytic_table_says_so() -> None:
     assert "nothing was measured" in table(source="analytic").describe()
 

@@ -10,6 +10,7 @@ import pytest
 from bench.report import browser, made_up_run
 from PIL import Image
 
+from cocofl.experiment.tables import ExperimentTables
 from cocofl.report.figures import save_figures
 from cocofl.report.runs import find_runs
 from cocofl.report.writing import write_report
@@ -62,6 +63,49 @@ def test_a_run_whose_data_is_not_here_is_reported_without_it(tmp_path, monkeypat
     text = write_report(find_runs([tmp_path / "run"]), tmp_path / "new" / "page.html").read_text()
     assert "Not shown: the data set cifar100 is not on this machine" in text
     assert "Not complete:" in text
+
+
+def charts_of(page):
+    found = re.search(
+        r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL
+    )
+    return json.loads(found[1])
+
+
+def test_a_short_run_of_one_seed_shows_its_points_and_no_deviation(tmp_path):
+    made_up_run(tmp_path / "run", "cocofl", "rc", 0, rounds=1)
+    text = write_report(find_runs([tmp_path / "run"]), tmp_path / "page.html").read_text()
+    curves = [
+        trace
+        for chart in charts_of(text).values()
+        for trace in chart["data"]
+        if trace["type"] == "scatter" and "line" in trace.get("meta", {})
+    ]
+    assert len(curves) == 6, "over rounds, time and uploads; and of three groups"
+    assert all("markers" in trace["mode"] for trace in curves)
+    assert "±" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+
+
+def test_heat_maps_have_one_scale(page):
+    maps = [
+        trace
+        for chart in charts_of(page.read_text()).values()
+        for trace in chart["data"]
+        if trace["type"] == "heatmap"
+    ]
+    assert len(maps) == 3
+    assert len({one["zmax"] for one in maps}) == 1
+
+
+def test_no_table_is_counted_that_served_nobody(tmp_path, monkeypatch):
+    made_up_run(tmp_path / "run", "cocofl", "rc", 0, rounds=3)
+
+    def nobody_asked(_tables):
+        raise AssertionError("a width table was counted for a strategy that trains spans")
+
+    monkeypatch.setattr(ExperimentTables, "widths", nobody_asked)
+    text = write_report(find_runs([tmp_path / "run"]), tmp_path / "page.html").read_text()
+    assert "resnet10-digits: time and upload" in text
 
 
 def test_figures_for_a_paper(folder, tmp_path):

@@ -17,7 +17,6 @@ from cocofl.config import Experiment
 from cocofl.data.partition import RULES
 from cocofl.data.registry import REGISTRY
 from cocofl.experiment import Run
-from cocofl.fl.strategies import STRATEGIES
 from cocofl.models import MODELS
 from cocofl.reproduction import plans, results, tables
 from cocofl.reproduction.collection import Collection, paper, small
@@ -88,7 +87,7 @@ def test_the_papers_numbers_are_of_rows_and_strategies_that_there_are() -> None:
     files = paper()
     assert len(files.rows) == 21
     assert all(files.file(row).is_file() for row in files.rows)
-    assert {strategy for _, strategy, _ in files.published} == set(STRATEGIES)
+    assert {strategy for _, strategy, _ in files.published} == set(plans.STRATEGY_ORDER)
     assert files.published["mobilenet-cifar10-rc", "cocofl", "weak"].mean == 0.68
     assert files.metric("mobilenet-large-xchest-rc") == "f1"
 

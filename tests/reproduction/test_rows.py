@@ -7,7 +7,7 @@ from bench.who_trains import made_up, shares
 
 from cocofl.reproduction.collection import paper
 
-# Where even the cheapest width is too slow for weak devices (docs/reproduction.md).
+# Where even the cheapest width is too slow for weak devices (docs/guides/reproduction.md).
 SIT_OUT = ("transformer-imdb-iid",)
 # One of each pair, for shares are equal in all its splits; whole plays make them unequal.
 ROWS = [row for row in paper().rows if row.endswith(("-iid", "-by_play"))]

@@ -100,6 +100,8 @@ class BlockChain(nn.Module):
     wiring: tuple[Wiring, ...]
     example: tuple[Any, ...] | None
     rest: nn.Module
+    learned: tuple[tuple[str, ...], ...] | None = None
+    """By block, the keys of what learns where it is trained; None where all of a block does."""
 
     def __init__(
         self,
@@ -139,6 +141,17 @@ class BlockChain(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the model returns."""
         return self._flow.run(self.blocks, self._flow.in_order(inputs, named))
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """By each key of the model, in order, the one that a block or ``rest`` has it by."""
+        return dict(self._keys)
+
+    @property
+    def learning_blocks(self) -> tuple[int, ...]:
+        """The blocks that have something to learn."""
+        every = range(len(self))
+        return tuple(every if self.learned is None else (i for i in every if self.learned[i]))
 
     def block_keys(self, index: int) -> tuple[str, ...]:
         """The state-dict keys (parameters and persistent buffers) of one block."""

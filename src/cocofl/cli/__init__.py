@@ -28,6 +28,7 @@ from cocofl.cli.running import compare, evaluate, report, run
 from cocofl.config import UserSettings
 from cocofl.errors import CocoflError
 from cocofl.named import names_are_data
+from cocofl.source import VERSION
 
 app = typer.Typer(
     name="cocofl",
@@ -109,8 +110,18 @@ def ended_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"cocofl {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say which, and end."),
+    ] = False,
 ) -> None:
     """Federated learning for devices of unequal strength."""

@@ -25,7 +25,7 @@ from cocofl.profiling import ProfileTable
 from cocofl.profiling.subject import Settings
 
 CLIENT_BYTES = 0.45e9
-"""What a client's processes take before they train, at most (docs/notebook-reach.md)."""
+"""What a client's processes take before they train, at most (docs/notebook/reach.md)."""
 NODE_FILE, TABLE, KEY = "node.toml", "table.json", "key"
 
 

@@ -21,6 +21,7 @@ from cocofl.errors import DataNotFound
 from cocofl.freeze.kernels import KERNELS, safe_weight_bits, why_not
 from cocofl.profiling import shipped
 from cocofl.profiling.table import cpu_name
+from cocofl.source import VERSION
 
 # What int8 and bfloat16 arithmetic is fast with.
 CPU_FEATURES = (
@@ -28,7 +29,7 @@ CPU_FEATURES = (
     "neon", "dot", "i8mm", "bf16", "sve", "sve2", "sve_bf16",
 )  # fmt: skip
 PACKAGES = (
-    "cocofl", "torch", "numpy", "safetensors", "scikit-learn",
+    "torch", "numpy", "safetensors", "scikit-learn",
     "datasets", "matplotlib", "plotly", "flwr", "onnxruntime", "tensorboard",
 )  # fmt: skip
 
@@ -122,6 +123,7 @@ def _data() -> list[Finding]:
 
 def _versions() -> list[Finding]:
     found = [Finding("python", "good", platform.python_version())]
+    found.append(Finding("cocofl", "good", VERSION))
     for name in PACKAGES:
         try:
             found.append(Finding(name, "good", metadata.version(name)))

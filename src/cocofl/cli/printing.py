@@ -70,6 +70,18 @@ def stoppable(folder: Path, again: str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Say how to get the libraries that draw, where they are missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or str(error)).partition(".")[0]
+        raise InvalidSetting(
+            f"a report needs the library {library}: pip install 'cocofl[report]'"
+        ) from error
+
+
 def check_writable(path: Path, option: str) -> None:
     """Complain about a file, not there perhaps, that the command could not write in the end.
 

@@ -16,16 +16,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from cocofl.budget import Budget, bytes_text
-from cocofl.cli.printing import Json, check_writable, print_json, print_text_table, starting
+from cocofl.cli.printing import (
+    Json,
+    check_writable,
+    drawing,
+    print_json,
+    print_text_table,
+    starting,
+)
 from cocofl.errors import InvalidSetting, OtherHardware
 from cocofl.fl.select import feasible, maximal, nothing_fits
+from cocofl.fl.strategies.learning import LORA, WHOLE, check_learning
+from cocofl.freeze.adapters import ALPHA, RANK
 from cocofl.models import MODELS
 from cocofl.named import vouch_for
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.cost_model import fast_table
 from cocofl.profiling.device_rates import DEVICES, device_named
-from cocofl.profiling.subject import Settings
+from cocofl.profiling.subject import Settings, Subject
 from cocofl.profiling.sweep import Progress, sweep
 from cocofl.report.tables import TextTable
 from cocofl.span import Blocks, Role
@@ -35,6 +44,10 @@ ANALYTIC = "analytic:"
 AnalyticDevice = Annotated[
     str,
     typer.Option(help=f"For --analytic: {', '.join(DEVICES)}.", autocompletion=starting(DEVICES)),
+]
+MoreTables = Annotated[
+    list[str] | None,
+    typer.Option("--with", help="More tables for --plot; default: the shipped ones."),
 ]
 LEGEND = "░ frozen   █ trained   ▒ frozen, gradients pass"
 
@@ -53,6 +66,8 @@ def profile(
     threads: Annotated[int | None, typer.Option(help="Default: all of this machine.")] = None,
     batch: Annotated[int, typer.Option(help="Samples per mini-batch.")] = 32,
     classes: Annotated[int | None, typer.Option(help="Outputs of the model.")] = None,
+    train: Annotated[str, typer.Option(help="blocks, or lora for low-rank adapters.")] = WHOLE,
+    rank: Annotated[int, typer.Option(help="For --train lora: that of the adapters.")] = RANK,
     head: Annotated[
         bool, typer.Option("--head", help="With the classifier trained beside every span.")
     ] = False,
@@ -63,10 +78,7 @@ def profile(
     plot: Annotated[
         Path | None, typer.Option(help="Draw figures (PNG and SVG); OUT is used if it exists.")
     ] = None,
-    beside: Annotated[
-        list[str] | None,
-        typer.Option("--with", help="More tables for --plot; default: the shipped ones."),
-    ] = None,
+    beside: MoreTables = None,
 ) -> None:
     """Measure what every configuration of a model costs on this machine.
 
@@ -78,11 +90,13 @@ def profile(
     if fast and analytic:
         raise InvalidSetting("--fast measures and --analytic does not; give one of them")
     cores = os.cpu_count() or 1 if threads is None else threads
-    settings = Settings(
-        model, batch, classes, (), method, variant, backend, threads=cores, head=head
-    )
+    check_learning(train, rank, ALPHA)
+    subject = Subject(model, batch, classes, rank=rank if train == LORA else 0)
+    settings = Settings(**vars(subject), method=method, variant=variant, backend=backend)
+    settings = replace(settings, threads=cores, head=head)
     kind = "width" if method == "width" else variant
-    path = out or Path(f"{model.replace(':', '.')}-{kind}{'-head' * head}.json")
+    learned = f"-lora{rank}" * (subject.rank > 0)
+    path = out or Path(f"{model.replace(':', '.')}-{kind}{learned}{'-head' * head}.json")
     if path.exists() and plot is None:
         raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
     if plot is not None:
@@ -93,12 +107,18 @@ def profile(
             _counted(settings, device).save(path)
         else:
             measure(settings, path, fast=fast)
+    table = _told(path)
+    if plot is not None:
+        _draw(plot, table, beside or [name for name in shipped() if f"-{model}/" in name], kind)
+
+
+def _told(path: Path) -> ProfileTable:
+    """A table, after a word about it."""
     table = ProfileTable.load(path)
     print(table.describe())
     if table.error:
         print("stated error: " + ", ".join(f"{key} {x:g}" for key, x in table.error.items()))
-    if plot is not None:
-        _draw(plot, table, beside or [name for name in shipped() if f"-{model}/" in name], kind)
+    return table
 
 
 def _draw(plot: Path, table: ProfileTable, more: Sequence[str], kind: str) -> None:
@@ -113,9 +133,10 @@ def _draw(plot: Path, table: ProfileTable, more: Sequence[str], kind: str) -> No
 
 def measure(settings: Settings, path: Path, *, fast: bool) -> None:
     """Make a table here, with a bar where somebody looks; Ctrl-C ends it with a word."""
-    steps: Iterator[Progress | ProfileTable] = (
-        fast_table(settings) if fast else sweep(settings, path, n_blocks=len(settings.chain()[0]))
-    )
+    steps: Iterator[Progress | ProfileTable] = fast_table(settings)
+    if not fast:
+        chain, _ = settings.chain()
+        steps = sweep(settings, path, n_blocks=len(chain), learning=chain.learning_blocks)
     last: Progress | ProfileTable | None = None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
@@ -143,13 +164,15 @@ def _left(seconds: float) -> str:
 
 
 def select(
-    table: Annotated[
-        str,
+    tables: Annotated[
+        list[str] | None,
         typer.Argument(
-            help="A profile table, measured:CPU-MODEL, or analytic:DEVICE/MODEL.",
+            help="A profile table, measured:CPU-MODEL, or analytic:DEVICE/MODEL; several for a "
+            "page, which has all that ship by default.",
             autocompletion=starting(shipped()),
+            metavar="TABLE",
         ),
-    ],
+    ] = None,
     time: Annotated[str | None, typer.Option(help="0.33 of full, or 30s per round.")] = None,
     memory: Annotated[str | None, typer.Option(help="0.33 of full, or 200MB.")] = None,
     upload: Annotated[str | None, typer.Option(help="0.7 of full, or 1MB.")] = None,
@@ -157,18 +180,35 @@ def select(
         int | None, typer.Option(help="Samples per round; for a time in seconds.")
     ] = None,
     blocks: Annotated[int | None, typer.Option(help="Refuse another number of blocks.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write a page with sliders instead: one file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show which spans fit a budget, and which of them are maximal.
 
     Example: cocofl select mobilenet.json --time 0.33 --memory 0.33 --upload 0.7
     """
+    if page is None and len(tables or []) != 1:
+        raise InvalidSetting("name one table, like measured:epyc-mobilenet; or say --page FILE")
+    budget = Budget.parse(time, memory, upload, samples)
+    if page is not None:
+        check_writable(page, "--page")
+    names = tables or [name for name in shipped() if not name.endswith("/width")]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OtherHardware)
-        found = _table_named(table, blocks)
-    for warning in caught:
+        loaded = [_table_named(name, blocks) for name in names]
+    # A page says of each table where it was measured.
+    for warning in caught if page is None else []:
         print(f"warning: {warning.message}", file=sys.stderr)
-    budget = Budget.parse(time, memory, upload, samples)
+    if page is not None:
+        _write_page(loaded, page, budget)
+    else:
+        _print_fitting(loaded[0], budget, as_json=as_json)
+
+
+def _print_fitting(found: ProfileTable, budget: Budget, *, as_json: bool) -> None:
+    """The spans of a table that fit, as a table or as JSON."""
     spans = feasible(found, budget)
     if not spans:
         raise nothing_fits(found, budget)
@@ -192,6 +232,15 @@ def select(
     }
     print(f"{len(spans)} of {len(found)} spans fit {budget}; {len(best)} are maximal (*)")
     print_text_table(TextTable.of("", columns, (LEGEND, found.describe())))
+
+
+def _write_page(tables: Sequence[ProfileTable], page: Path, budget: Budget) -> None:
+    with drawing():
+        # An extra, and slow to import.
+        from cocofl.report.fits import LIMITS, write_fits_page  # noqa: PLC0415
+
+        limits = dict(zip(LIMITS, tables[0].limits(budget), strict=True))
+        print(f"page: {write_fits_page(tables, page, limits)}")
 
 
 def _table_named(source: str, n_blocks: int | None) -> ProfileTable:

@@ -10,8 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from cocofl.cli.printing import check_writable, numbers, print_text_table, stoppable, words
-from cocofl.cli.running import ProgressBar, drawing
+from cocofl.cli.printing import (
+    check_writable,
+    drawing,
+    numbers,
+    print_text_table,
+    stoppable,
+    words,
+)
+from cocofl.cli.running import ProgressBar
 from cocofl.errors import InvalidSetting
 from cocofl.files import write_text
 from cocofl.fl.strategies import facts_of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+import webbrowser
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -18,6 +20,7 @@ from cocofl.cli.printing import (
     Json,
     Trust,
     check_writable,
+    drawing,
     key_values,
     numbers,
     print_json,
@@ -31,13 +34,13 @@ from cocofl.engine.rounds import Watcher
 from cocofl.errors import CocoflError, InvalidExperiment, InvalidSetting
 from cocofl.experiment import Run, evaluate_run, simulate
 from cocofl.fl.metrics import metric
-from cocofl.fl.strategies import STRATEGIES
+from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.named import EVERYTHING, names_in, vouch_for
 from cocofl.report.findings import summary
 from cocofl.report.runs import Scene, arrange, find_runs
 from cocofl.report.tables import TextTable, highlights, margins_text, summary_table
 from cocofl.runlog import ABOUT, FATES, METRICS, RoundRecord, metric_names, scores_by_name
-from cocofl.trackers import tracker
+from cocofl.trackers import tracking
 
 File = Annotated[
     Path | None, typer.Argument(help="An experiment in TOML; default: the quick start on digits.")
@@ -45,11 +48,14 @@ File = Annotated[
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="key=value, such as training.lr=0.05; repeatable.")
 ]
+Track = Annotated[list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; repeatable.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where the run was interrupted.")]
 Page = Annotated[
     bool, typer.Option("--report/--no-report", help="Write report.html into the folder.")
 ]
 
+
+ALL = "all"
 
 # What a comparison without a file changes of the quick start: many runs in a few minutes, and
 # statistics of the test batch, because in so few steps FjORD's running ones, which only some
@@ -61,6 +67,7 @@ QUICK = {
     "evaluation.statistics": "batch",
 }
 QUICK_GRID = [0.1, 0.3, 1.0]
+PAPER_STRATEGIES = ",".join(name for name in STRATEGIES if facts_of(name).in_paper)
 
 
 def run(
@@ -75,9 +82,10 @@ def run(
     device: Annotated[
         str | None, typer.Option(help="Where a cohort computes: cuda, cuda:1, cpu.")
     ] = None,
-    track: Annotated[
-        list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; repeatable.")
-    ] = None,
+    track: Track = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep a page about the run up to date, and open it.")
+    ] = False,
     page: Page = True,
     trust: Trust = False,
     as_json: Json = False,
@@ -94,38 +102,46 @@ def run(
     path = out or experiment.folder
     if not path.exists():
         check_writable(path, "--out")
-    with stoppable(path, "the same command with --resume"), ProgressBar(experiment) as bar:
-        watchers: list[Watcher] = [bar, *(tracker(name, experiment, path) for name in track or [])]
-        on_flower = experiment.engine.kind == "flower"
-        play = needs_flower("simulation").simulate if on_flower else simulate
-        done = play(experiment, out=path, resume=resume, watchers=watchers)
-    drawn = report_of(done.path) if page else ""
+    on_flower = experiment.engine.kind == "flower"
+    play = needs_flower("simulation").simulate if on_flower else simulate
+    with stoppable(path, "the same command with --resume"), tracking(track or []) as trackers:
+        with ProgressBar(experiment) as bar, live_view(experiment, path, wanted=watch) as live:
+            watchers = [bar, *live]
+            done: Run = play(
+                experiment, out=path, resume=resume, watchers=watchers, watch=trackers.watch
+            )
+        drawn = report_of(done.path) if page else ""
     if as_json:
         print_json({"run": str(done.path), **_summary(done)})
-        return
-    (scene,) = arrange([done])
-    title = f"{experiment.name}: {experiment.strategy.name}"
-    served = (f"table: {one}" for one in done.folder.about["tables"].values())
-    notes = (*served, f"run folder: {done.path}", *filter(None, [drawn]))
-    print_text_table(TextTable("", (title, ""), tuple(highlights(scene).items()), notes))
+    else:
+        (scene,) = arrange([done])
+        title = f"{experiment.name}: {experiment.strategy.name}"
+        served = (f"table: {one}" for one in done.folder.about["tables"].values())
+        notes = (*served, f"run folder: {done.path}", *filter(None, [drawn]))
+        print_text_table(TextTable("", (title, ""), tuple(highlights(scene).items()), notes))
+    fail_if_nothing_was_merged([done])
 
 
 def compare(
     file: File = None,
     changes: Changes = None,
-    strategies: Annotated[str, typer.Option(help="Separated by commas; default: all.")] = ",".join(
-        STRATEGIES
-    ),
+    strategies: Annotated[
+        str, typer.Option(help="Separated by commas, or all that suit; default: the paper's.")
+    ] = PAPER_STRATEGIES,
     seeds: Annotated[int, typer.Option(min=1, help="How many runs of each.")] = 3,
     splits: Annotated[
         str | None, typer.Option(help="Separated by commas; default: rc,iid without a file.")
     ] = None,
+    budgets: Annotated[
+        str, typer.Option(help="Values of devices.groups, as paper,limited:0.25; default: its own.")
+    ] = "",
     lr_grid: Annotated[
         str | None,
         typer.Option(help="Learning rates to choose from for each strategy; '' keeps the file's."),
     ] = None,
     resume: Resume = False,
     out: Annotated[Path, typer.Option(help="A folder for all runs.")] = Path("runs/comparison"),
+    track: Track = None,
     page: Page = True,
     trust: Trust = False,
     as_json: Json = False,
@@ -135,29 +151,41 @@ def compare(
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
     experiment = read_experiment(file, changes, QUICK if file is None else {}, trust=trust)
-    vouch_for(*words(strategies))
+    everything = words(strategies) == [ALL]
+    names = list(STRATEGIES) if everything else words(strategies)
+    vouch_for(*names)
     grid = QUICK_GRID if lr_grid is None and file is None else numbers(lr_grid or "", "--lr-grid")
     if not out.exists():
         check_writable(out, "--out")
-    with stoppable(out, "the same command with --resume"), ProgressBar(experiment) as bar:
-        runs = compare_strategies(
-            experiment,
-            strategies=words(strategies),
-            seeds=range(experiment.seed, experiment.seed + seeds),
-            splits=words(splits or "")
-            or (["rc", "iid"] if file is None else [experiment.data.split]),
-            lr_grid=grid,
-            out=out,
-            resume=resume,
-            watchers=[bar],
-            announce=bar.announce,
-        )
-    drawn = report_of(out) if page else ""
-    scenes = arrange(runs)
+    with stoppable(out, "the same command with --resume"), tracking(track or []) as trackers:
+        trackers.begin_comparison(out, experiment)
+        with ProgressBar(experiment) as bar:
+            runs = compare_strategies(
+                experiment,
+                strategies=names,
+                seeds=range(experiment.seed, experiment.seed + seeds),
+                splits=words(splits or "")
+                or (["rc", "iid"] if file is None else [experiment.data.split]),
+                lr_grid=grid,
+                out=out,
+                resume=resume,
+                watchers=[bar],
+                watch=trackers.watch,
+                announce=bar.announce,
+                budgets=words(budgets),
+                leave_out=_say_left_out if everything else None,
+            )
+        drawn = report_of(out) if page else ""
     if as_json:
-        rows = [row for scene in scenes for row in _rows(scene)]
+        rows = [row for scene in arrange(runs) for row in _rows(scene)]
         print_json({"path": str(out), "lr_grid": grid, "rows": rows})
-        return
+    else:
+        _print_comparison(runs, grid, [f"runs: {out}", drawn])
+    fail_if_nothing_was_merged(runs)
+
+
+def _print_comparison(runs: Sequence[Run], grid: Sequence[float], places: Sequence[str]) -> None:
+    scenes = arrange(runs)
     for scene in scenes:
         print_text_table(summary_table(scene, costs=False))
     leads = [f"{one.title}: {text}" for one in scenes if (text := margins_text(one))]
@@ -165,7 +193,37 @@ def compare(
     served = [f"table of {name}: {'; '.join(found)}" for name, found in tables.items()]
     tried = ", ".join(f"{lr:g}" for lr in grid)
     chosen = f"learning rate: for each strategy and split the best of {tried}, by another seed"
-    print("\n".join([*leads, *served, *[chosen] * bool(grid), f"runs: {out}", drawn]).rstrip())
+    print("\n".join([*leads, *served, *[chosen] * bool(grid), *places]).rstrip())
+
+
+WHY_NOT_MERGED = {
+    "rejected": "what devices sent was not finite; try a smaller training.lr",
+    "lost": "see [faults]",
+    "late": "see [faults]",
+    "infeasible": "nothing fits the devices' budgets",
+}
+
+
+def fail_if_nothing_was_merged(runs: Sequence[Run]) -> None:
+    """Exit with 1 and a word where devices were asked in vain, so that no script takes it for one.
+
+    Everything is written down all the same.
+    """
+    empty = [run for run in runs if run.rounds and not run.fates["merged"]]
+    for run in empty:
+        (fate, _), *_ = [*run.fates.most_common(1), ("infeasible", 0)]
+        found = ", ".join(f"{count} {one}" for one, count in run.fates.items()) or "nobody asked"
+        print(
+            f"failed: no update was merged in {len(run.rounds)} rounds of {run.path} ({found}): "
+            f"its model is the one it began with; {WHY_NOT_MERGED[fate]}",
+            file=sys.stderr,
+        )
+    if empty:
+        raise typer.Exit(1)
+
+
+def _say_left_out(strategy: str, reason: str) -> None:
+    print(f"left out: {strategy}: {reason}", file=sys.stderr)
 
 
 def evaluate(
@@ -175,19 +233,22 @@ def evaluate(
     statistics: Annotated[
         str | None, typer.Option(help="BatchNorm's: running, or those of each test batch.")
     ] = None,
+    average: Annotated[
+        bool, typer.Option("--average", help="The mean over rounds (evaluation.average).")
+    ] = False,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Test a run's final model, or its last checkpoint.
+    """Test a run's final model, its last checkpoint, or its mean over rounds.
 
     Example: cocofl evaluate runs/quickstart --statistics batch
     """
     vouch_for(*[EVERYTHING] * trust, data or "")
     asked = {"data.name": data, "data.dir": data_dir, "evaluation.statistics": statistics}
     changes = {key: str(value) for key, value in asked.items() if value is not None}
-    found = evaluate_run(path, changes=changes)
+    found = evaluate_run(path, changes=changes, average=average)
     if as_json:
-        print_json(found)
+        print_json({**found, "model": "average" if average else "last"})
         return
     metrics = Run.open(path).facts_of(found)
     groups = {one.name: scores_by_name(found, f"group_{one.name}") for one in metrics}
@@ -196,7 +257,8 @@ def evaluate(
     for one in metrics:
         values = {"all": found[one.name], **groups[one.name]}
         columns[one.name] = [one.text(values[row]) if row in values else "" for row in rows]
-    print_text_table(TextTable.of("", columns))
+    which = "the mean over rounds" if average else "the model of the last round"
+    print_text_table(TextTable.of(which, columns))
 
 
 def report(
@@ -255,15 +317,31 @@ def report_of(path: Path) -> str:
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
-    """Say how to get the libraries that draw, where they are missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        library = (error.name or str(error)).partition(".")[0]
-        raise InvalidSetting(
-            f"a report needs the library {library}: pip install 'cocofl[report]'"
-        ) from error
+def live_view(experiment: Experiment, path: Path, *, wanted: bool) -> Iterator[list[Watcher]]:
+    """The page of a run that is under way, where it is ``wanted``; a terminal's user sees it."""
+    if not wanted:
+        yield []
+        return
+    with drawing():
+        from cocofl.report.live import LiveView  # noqa: PLC0415
+    with LiveView(experiment, path) as view:
+        print(f"watch: {view.page}", file=sys.stderr)
+        yield [view, *[_Opener(view.page)] * sys.stderr.isatty()]
+
+
+class _Opener:
+    """Opens a page in a browser, after the first round that is played here."""
+
+    def __init__(self, page: Path) -> None:
+        self._page, self._is_open = page, False
+
+    def on_round(self, _record: RoundRecord) -> None:
+        """The page is there now."""
+        if not self._is_open:
+            self._is_open = webbrowser.open(self._page.absolute().as_uri()) or True
+
+    def on_end(self) -> None:
+        """Nothing to add."""
 
 
 class ProgressBar(Progress):
@@ -335,9 +413,15 @@ def _summary(done: Run) -> dict[str, Any]:
         "rounds": len(rounds),
         **{name: scores[name] for name in metric_names(scores)},
         by_group: scores_by_name(scores, by_group),
+        **({"averaged": done.averaged} if done.averaged else {}),
         "simulated_s": sum(record.simulated_s for record in rounds),
         "bytes_up": sum(record.bytes_up for record in rounds),
         **({} if rounds[-1].epsilon is None else {"epsilon": rounds[-1].epsilon}),
+        **(
+            {}
+            if rounds[-1].energy_j is None
+            else {"energy_j": sum(record.energy_j or 0.0 for record in rounds)}
+        ),
         **{fate: done.fates[fate] for fate in FATES},
         "tables": done.folder.about["tables"],
     }

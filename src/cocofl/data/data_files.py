@@ -25,6 +25,7 @@ from cocofl.data.stable_random import Ints
 from cocofl.data.tokenizing import tokenizer_file
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.files import check_plain, read_csv, read_limited
+from cocofl.hub import is_hugging_face
 
 FILE_SUFFIXES = (".csv", ".npz")
 MOST_CSV_BYTES = 2**28
@@ -44,7 +45,8 @@ def is_path(name: str) -> bool:
     >>> is_path("readings.csv"), is_path("./photos"), is_path("mine:load"), is_path("digits")
     (True, True, False, False)
     """
-    return "/" in name or os.sep in name or name.endswith(FILE_SUFFIXES)
+    is_some = "/" in name or os.sep in name or name.endswith(FILE_SUFFIXES)
+    return is_some and not is_hugging_face(name)
 
 
 def find(name: str, folders: Sequence[Path]) -> Path:

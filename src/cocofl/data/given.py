@@ -10,6 +10,7 @@ import numpy as np
 
 from cocofl.data.labels import KINDS
 from cocofl.data.samples import Array
+from cocofl.data.sound import MOST_SECONDS
 from cocofl.data.stable_random import Ints
 from cocofl.errors import InvalidData
 from cocofl.named import nearest
@@ -57,12 +58,16 @@ class UserData:
     """Of images: height and width, to which all are scaled; else all must have one size."""
     channels: int = 3
     """Of images in files: 1 for grey."""
+    seconds: float = 0.0
+    """Of sound in files: longer ones are cut, shorter ones padded; 0: as long as the longest."""
 
     def __post_init__(self) -> None:
         _check(self.kind in _KINDS, "kind", self.kind, f"one of {', '.join(_KINDS)}")
         _check(_is_number(self.test) and 0 < self.test < 1, "test", self.test, "a share like 0.2")
         _check(_is_size(self.length), "length", self.length, "a number of tokens")
         _check(self.channels in (1, 3), "channels", self.channels, "1 or 3")
+        good = _is_number(self.seconds) and 0 <= self.seconds <= MOST_SECONDS
+        _check(good, "seconds", self.seconds, f"a number from 0 to {MOST_SECONDS:g}")
         size = self.height_and_width
         _check(
             len(size) in (0, 2) and all(map(_is_size, size)), "size", self.size,
@@ -128,8 +133,8 @@ class Images:
         return replace(self, rows=self.rows[rows])
 
 
-Inputs = Array | list[str] | Images
-"""Numbers, pixels or token ids; texts; or image files."""
+Inputs = Array | list[str] | list[list[str]] | Images
+"""Numbers, pixels or token ids; texts, or texts in words; or image files."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cocofl.data.given import Columns, Images, Inputs
-from cocofl.data.origin import Origin
+from cocofl.data.origin import NAMING_A_FOLDER, Origin
+from cocofl.data.sound import waves
 from cocofl.data.stable_random import Ints
 from cocofl.errors import DataNotFound, InvalidData
 
@@ -59,20 +60,23 @@ class Table:
 
     def encoded_images(self, name: str) -> Iterator[bytes]:
         """The image files of a column, a batch in memory at a time."""
+        return self.encoded(name, datasets.Image(decode=False))
+
+    def encoded(self, name: str, feature: Any) -> Iterator[bytes]:
+        """The files of a column, as they are."""
+        kind = type(feature).__name__.lower()
         try:
-            column = self.rows.select_columns([name]).cast_column(
-                name, datasets.Image(decode=False)
-            )
+            column = self.rows.select_columns([name]).cast_column(name, feature)
         except (TypeError, ValueError, NotImplementedError, pa.ArrowInvalid) as error:
             raise InvalidData(
-                f"{self.where}: column {name} holds {self.rows.features[name]}; expected images"
+                f"{self.where}: column {name} holds {self.rows.features[name]}; expected {kind}s"
             ) from error
         for begin in range(0, len(column), BATCH_ROWS):
             for offset, cell in enumerate(column[begin : begin + BATCH_ROWS][name]):
                 # A path inside a file could name anything on this machine; only bytes are taken.
                 if cell is None or cell["bytes"] is None:
                     raise InvalidData(
-                        f"{self.where}: row {begin + offset} has no image bytes in column {name}; "
+                        f"{self.where}: row {begin + offset} has no {kind} bytes in column {name}; "
                         "where it names files, let the folder of these be the data set"
                     )
                 yield cell["bytes"]
@@ -94,8 +98,8 @@ class Table:
         return column
 
 
-def columns(rows: Any, where: str) -> Columns:
-    """A ``datasets.Dataset`` of the user's as a table."""
+def columns(rows: Any, where: str, seconds: float = 0.0) -> Columns:
+    """A ``datasets.Dataset`` of the user's as a table; sounds in it have so many ``seconds``."""
     if not isinstance(rows, datasets.Dataset):
         raise InvalidData(
             f"{where} gave {type(rows).__name__}; expected a datasets.Dataset, which can be "
@@ -107,18 +111,26 @@ def columns(rows: Any, where: str) -> Columns:
         if isinstance(rows.features[name], datasets.Image):
             return _images(table, name)
         if isinstance(rows.features[name], datasets.Audio):
-            raise InvalidData(f"{where}: column {name} holds sound; give windows of it as floats")
+            return waves(table.encoded(name, datasets.Audio(decode=False)), where, seconds)
         arrow = rows.select_columns([name]).with_format("arrow")[:][name]
         if arrow.null_count:
             raise InvalidData(f"{where}: column {name} has {arrow.null_count} values missing")
         if pa.types.is_string(arrow.type) or pa.types.is_large_string(arrow.type):
             return [str(value) for value in arrow.to_pylist()]
+        if _is_words(arrow.type):
+            return arrow.to_pylist()  # type: ignore[no-any-return]
         try:
             return np.asarray(rows.select_columns([name]).with_format("numpy")[:][name])
         except ValueError:  # rows of different lengths
             return arrow.to_pylist()  # type: ignore[no-any-return]
 
     return Columns(rows.column_names, read, where, lambda name: _names_of(rows.features[name]))
+
+
+def _is_words(kind: pa.DataType) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    return bool(pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type))
 
 
 def _names_of(feature: Any) -> tuple[str, ...]:
@@ -175,7 +187,7 @@ def hub_table(repository: str, split: str) -> Table:
     except (OSError, ValueError, RuntimeError) as error:
         raise DataNotFound(
             f"could not load {repository} ({split}) from the Hub: {error}. Check the network, or "
-            f"put its files into FOLDER/{repository} and say --data-dir FOLDER (or COCOFL_DATA)."
+            f"put its files into FOLDER/{repository} and name the folder: {NAMING_A_FOLDER}"
         ) from error
     return Table(rows, f"{repository} ({split}) on the Hub")
 

@@ -12,6 +12,8 @@ from cocofl.errors import DataNotFound, InvalidData
 
 DATA_VARIABLE = "COCOFL_DATA"
 CACHE_VARIABLE = "COCOFL_CACHE"
+NAMING_A_FOLDER = f"{DATA_VARIABLE}=FOLDER in the environment, or data.dir in the experiment"
+"""What every message that misses data advises: it holds for all commands and for Python."""
 
 # Folders of single images: their names and the folder's own time stand for a quarter of a million
 # files, none of which has to be touched to see that nothing has changed.
@@ -54,8 +56,8 @@ def data_dirs(data_dir: str | os.PathLike[str] | None) -> tuple[Path, ...]:
         if not Path(name).is_dir():
             raise DataNotFound(
                 f"{said_by} is {name}, but there is no such folder. Create it, or name a folder "
-                f"that holds data sets in the Hub's layout (--data-dir or {DATA_VARIABLE}); "
-                "without one, data comes from the Hub."
+                f"that holds data sets in the Hub's layout ({NAMING_A_FOLDER}); without one, data "
+                "comes from the Hub."
             )
     return tuple(Path(name).resolve() for name in named)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ from cocofl.data.origin import Origin
 from cocofl.data.samples import PARTS, Facts, NewSamples, Samples, open_samples, write_samples
 from cocofl.data.user_data import call_own, new_parts
 from cocofl.errors import DataNotFound, InvalidData
+from cocofl.hub import is_hugging_face, split_name
 from cocofl.named import import_ours, nearest
 
 logger = logging.getLogger("cocofl.data")
@@ -117,21 +118,23 @@ def load(
     preset: str = "standard",
     options: Mapping[str, Any] | None = None,
 ) -> DataSet:
-    """Load a data set by name, or one's own: a path, or a ``package.module:function``.
+    """Load a data set by name, or one's own: a path, ``hf:NAME``, or ``package.module:function``.
 
     From the cache if it is there, whole and made of the same files; otherwise from ``data_dir``
     (or the folders in ``COCOFL_DATA``), or, when neither is given, from the Hub. One's own function
     is called every time, since nobody else knows whether its data has changed; the file, under a
     checksum of its content, serves to share the arrays between worker processes.
 
-    ``options`` say how a path is read (see :class:`~cocofl.data.given.UserData`), or are further
-    keyword arguments of one's own function.
+    ``options`` say how a path or ``hf:NAME`` is read (see :class:`~cocofl.data.given.UserData`), or
+    are further keyword arguments of one's own function.
     """
     options = options or {}
     if isinstance(name, UserData):
         return _load_own("data", name)
     if data_files.is_path(name):
         return _load_path(name, data_dir, options)
+    if is_hugging_face(name):
+        return _load_hub(name, data_dir, options)
     if ":" in name:
         roots = origins.data_dirs(data_dir)
         return _load_own(name, call_own(name, roots[0] if roots else None, options))
@@ -159,6 +162,21 @@ def _load_path(name: str, data_dir: Folder, options: Mapping[str, Any]) -> DataS
     known = data_files.fingerprint(path, options)
     build = lambda: nullcontext(new_parts(data, name)[0])  # noqa: E731
     return _load_or_build(name, _own_paths(path.name, known), build)
+
+
+def _load_hub(name: str, data_dir: Folder, options: Mapping[str, Any]) -> DataSet:
+    """A data set of Hugging Face's, its columns as its features say."""
+    find = import_with_library("hub_data:hub_folder")
+    folder = find(name, origins.data_dirs(data_dir))
+    data = UserData.with_options(None, options)
+    known = data_files.fingerprint(folder, {**options, "": split_name(name)[1]})
+
+    @contextmanager
+    def build() -> Iterator[dict[str, NewSamples]]:
+        with import_with_library("hub_data:hub_data")(name, folder, data) as told:
+            yield new_parts(told, name)[0]
+
+    return _load_or_build(name, _own_paths(name, known), build)
 
 
 def find_source(name: str) -> Source:
@@ -189,14 +207,14 @@ def locate(name: str, source: Source, data_dir: Folder) -> Origin:
     if roots:
         raise DataNotFound(
             f"{name} is not in {', '.join(str(root) for root in roots)}: looked for the folder "
-            f"{' or '.join(wanted)}. Put it there, or name another data folder (--data-dir, "
-            f"{origins.DATA_VARIABLE})"
+            f"{' or '.join(wanted)}. Put it there, or name another data folder "
+            f"({origins.NAMING_A_FOLDER})"
             + ("; with neither, it is loaded from the Hub." if source.hub else ".")
         )
     if not source.hub:
         raise DataNotFound(
-            f"{name} is not on the Hub: {source.how_to_get}, then say --data-dir FOLDER "
-            f"or {origins.DATA_VARIABLE}=FOLDER"
+            f"{name} is not on the Hub: {source.how_to_get}, then name the folder: "
+            f"{origins.NAMING_A_FOLDER}"
         )
     return Origin(None, source.hub)
 
@@ -225,15 +243,22 @@ def listing(name: str, *, data_dir: Folder = None) -> Listing:
 def _builder(
     source: Source,
 ) -> Callable[[Origin, str], AbstractContextManager[dict[str, NewSamples]]]:
+    found: Callable[..., AbstractContextManager[dict[str, NewSamples]]]
+    found = import_with_library(source.build)
+    return found
+
+
+def import_with_library(name: str) -> Any:
+    """A ``module:function`` in here; an error that says which library it lacks."""
     try:
-        return import_ours(f"cocofl.data.{source.build}", DataNotFound)
+        return import_ours(f"cocofl.data.{name}", DataNotFound)
     except DataNotFound as error:
         cause = error.__cause__
         if not isinstance(cause, ModuleNotFoundError):
             raise
         library = (cause.name or "").partition(".")[0]
         raise DataNotFound(
-            f"cocofl.data.{source.build} needs the library {library}: pip install 'cocofl[data]'"
+            f"cocofl.data.{name} needs the library {library}: pip install 'cocofl[data]'"
         ) from cause
 
 

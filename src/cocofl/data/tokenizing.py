@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cocofl.data.samples import IGNORED
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.files import read_limited
 
@@ -18,6 +20,9 @@ AT_ONCE = 1000
 _PADDING = ("[PAD]", "<pad>", "<|endoftext|>")
 
 
+IdsAndWords = tuple[Sequence[int], Sequence[int | None]]
+
+
 class Tokenizer(NamedTuple):
     """From texts to lists of ids, all below ``size``."""
 
@@ -25,6 +30,8 @@ class Tokenizer(NamedTuple):
     pad_id: int
     size: int
     """0 where it does not say."""
+    encode_words: Callable[[Sequence[str]], IdsAndWords] | None = None
+    """From the words of one text to ids, and the word of each; else words are encoded alone."""
 
 
 def tokenizer_of(given: Any, folder: Path | None = None) -> Tokenizer:
@@ -50,12 +57,15 @@ def tokenizer_of(given: Any, folder: Path | None = None) -> Tokenizer:
             lambda texts: [one.ids for one in given.encode_batch(list(texts))],
             pad_id,
             given.get_vocab_size(),
+            partial(_words_of_tokenizers, given),
         )
     if callable(given):
         pads = [getattr(given, name, None) for name in ("pad_token_id", "eos_token_id")]
         pad_id = next((found for found in pads if found is not None), 0)
         size = len(given) if hasattr(given, "__len__") else 0
-        return Tokenizer(lambda texts: _ids(given(list(texts))), pad_id, size)
+        knows_words = hasattr(given, "is_fast")  # of `transformers`
+        words = partial(_words_of_transformers, given) if knows_words else None
+        return Tokenizer(lambda texts: _ids(given(list(texts))), pad_id, size, words)
     raise InvalidData(
         'the inputs are texts, and no tokenizer is named: say tokenizer = "bytes", the path of a '
         "tokenizer.json, or in Python a tokenizer, or any function from texts to lists of ids"
@@ -78,6 +88,49 @@ def token_ids(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> NDArra
             kept = ids[:length]
             found[row, : len(kept)] = kept
     return found
+
+
+def word_ids(
+    tokenizer: Tokenizer,
+    texts: Sequence[Sequence[str]],
+    labels: Sequence[Sequence[int]],
+    length: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Token ids of texts in words, and labels: that of a word on its first token, else none.
+
+    >>> ids, labels = word_ids(tokenizer_of("bytes"), [["hi", "x"]], [[3, 4]], 4)
+    >>> ids.tolist(), labels.tolist()
+    ([[105, 106, 121, 0]], [[3, -100, 4, -100]])
+    """
+    ids = np.full((len(texts), length), tokenizer.pad_id, np.int32)
+    found = np.full((len(texts), length), IGNORED, np.int64)
+    for row, (words, own) in enumerate(zip(texts, labels, strict=True)):
+        if len(words) != len(own):
+            raise InvalidData(f"text {row} has {len(words)} words and {len(own)} labels")
+        encode = tokenizer.encode_words or partial(_words_alone, tokenizer)
+        tokens, word_of = encode(list(words))
+        ids[row, : len(tokens[:length])] = tokens[:length]
+        before = None
+        for place, word in enumerate(word_of[:length]):
+            if word is not None and word != before:
+                found[row, place] = own[word]
+            before = word
+    return ids, found
+
+
+def _words_alone(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[list[int], list[int | None]]:
+    pairs = [(one, i) for i, ids in enumerate(tokenizer.encode(words)) for one in ids]
+    return [one for one, _ in pairs], [i for _, i in pairs]
+
+
+def _words_of_tokenizers(given: Any, words: Sequence[str]) -> Any:
+    found = given.encode(list(words), is_pretokenized=True)
+    return found.ids, found.word_ids
+
+
+def _words_of_transformers(given: Any, words: Sequence[str]) -> Any:
+    found = given(list(words), is_split_into_words=True)
+    return found["input_ids"], found.word_ids()
 
 
 def token_windows(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from cocofl.data.samples import (
     number_owners,
 )
 from cocofl.data.stable_random import hold_out
-from cocofl.data.tokenizing import token_ids, token_windows, tokenizer_of
+from cocofl.data.tokenizing import token_ids, token_windows, tokenizer_of, word_ids
 from cocofl.errors import DataNotFound, InvalidData
-from cocofl.named import import_function, import_ours
+from cocofl.named import import_function, import_ours, named_in_errors
 
 MAX_TOKEN_ID = 2**31 - 1
 CHUNK_SAMPLES = 4096
@@ -41,12 +42,14 @@ NewParts = dict[str, NewSamples]
 
 def call_own(name: str, folder: Path | None, options: Mapping[str, Any]) -> UserData:
     """What ``package.module:function`` says its data is, given the data folder and options."""
+    function = import_function(name, DataNotFound)
     try:
-        made = import_function(name, DataNotFound)(folder, **options)
+        inspect.signature(function).bind(folder, **options)
     except TypeError as error:
-        if not options:
-            raise
-        raise InvalidData(f"{name} cannot take data.options {dict(options)}: {error}") from error
+        given = f" and data.options {dict(options)}" if options else ""
+        raise InvalidData(f"{name} cannot take the data folder{given}: {error}") from error
+    with named_in_errors(name, InvalidData):
+        made = function(folder, **options)
     return made if isinstance(made, UserData) else UserData(made)
 
 
@@ -61,6 +64,7 @@ def new_parts(data: UserData, name: str) -> tuple[NewParts, str]:
         rows = hold_out(n, min(max(1, round(data.test * n)), n - 1), "own data")
         given = {part: whole.take(rows[part]) for part in PARTS}
     folder = Path(data.source).parent if isinstance(data.source, str | Path) else None
+    given = {part: _of_words(one, data, folder) for part, one in given.items()}
     if data.kind == NEXT_TOKEN:
         given, inputs, labels = _language(given, data, name, folder)
     else:
@@ -145,7 +149,7 @@ def _given(source: Any, data: UserData, where: str) -> Given:
         )
     if type(source).__module__.partition(".")[0] == "datasets":
         table = import_ours("cocofl.data.huggingface:columns", DataNotFound)
-        found: Given = table(source, where).given(data)
+        found: Given = table(source, where, data.seconds).given(data)
         return found
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return _items(source, data, where)
@@ -239,6 +243,9 @@ def _inputs(given: Mapping[str, Any], data: UserData, name: str, folder: Path | 
         tokenizer = tokenizer_of(data.tokenizer, folder)
         ids = {part: token_ids(tokenizer, texts, data.length) for part, texts in given.items()}
         return _arrays(ids, name, tokenizer.size, tokenizer.pad_id)
+    if data.kind == "tokens" and data.tokenizer is not None:  # of words, which are ids by now
+        tokenizer = tokenizer_of(data.tokenizer, folder)
+        return _arrays(given, name, tokenizer.size, tokenizer.pad_id)
     return _arrays(given, name)
 
 
@@ -256,6 +263,18 @@ def _language(
         found[part] = own.take(rows)
     inputs = _arrays(ids, name, tokenizer.size, tokenizer.pad_id)
     return found, inputs, next_tokens(ids, inputs.vocab_size, tokenizer.pad_id)
+
+
+def _of_words(given: Given, data: UserData, folder: Path | None) -> Given:
+    """Texts that are lists of words: as token ids with labels of theirs, or as whole texts."""
+    texts: Any = given.inputs
+    if not isinstance(texts, list) or not isinstance(texts[0], list):
+        return given
+    if data.kind != "tokens":
+        return replace(given, inputs=[" ".join(map(str, words)) for words in texts])
+    tokenizer = tokenizer_of(data.tokenizer, folder)
+    ids, labels = word_ids(tokenizer, texts, given.labels, data.length)
+    return replace(given, inputs=ids, labels=labels)
 
 
 def _images(given: Mapping[str, Images], data: UserData, name: str) -> _Inputs:

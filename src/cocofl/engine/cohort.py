@@ -27,6 +27,7 @@ from cocofl.fl.stacked import (
     StackedNetworks,
     StackedWork,
     Trained,
+    Window,
     stacked,
 )
 from cocofl.fl.state import Memory, ServerState
@@ -44,6 +45,9 @@ from cocofl.vector import (
     losses,
 )
 
+_Start = tuple[int, Window | None]
+"""The number of a run, and the channels of its state that come first."""
+
 
 class _Participant(NamedTuple):
     """A device, the number of its run, and its work in the cohort's terms."""
@@ -51,6 +55,11 @@ class _Participant(NamedTuple):
     run: int
     task: Task
     work: StackedWork
+
+    @property
+    def start(self) -> _Start:
+        """What it begins with."""
+        return self.run, self.work.window
 
 
 class TrainedAlone(UserWarning):
@@ -88,8 +97,11 @@ class CohortExecutor(Executor):
     def _stacked_layout(self) -> StackedLayout | None:
         """The network for many devices, and how its states lie; None where it has no such form."""
         name = self._trainer.spec.subject.model
-        # Built-in networks have one, as the tests say.
-        reason = None if name in MODELS else disagreement(self._trainer.chain())
+        reason = None
+        if self._trainer.chain().learned is not None:
+            reason = "low-rank adapters have no stacked form"
+        elif name not in MODELS:  # built-in networks have one, as the tests say
+            reason = disagreement(self._trainer.chain())
         if reason is not None:
             self._warn(f"the devices of {name} train one after the other, on the CPU: {reason}")
             return None
@@ -166,11 +178,13 @@ class CohortExecutor(Executor):
         distils = any(one.work.device.distillation > 0 for one in everyone)
         cohort = self._cohort_for(len(everyone), distils=distils)
         layout.networks.enter(cohort)
-        rows = Rows.below_each_other([layout.rows(state.parts) for state in states])
+        starts = list(dict.fromkeys(one.start for one in everyone))
+        each = [layout.rows(states[run].parts, window) for run, window in starts]
+        rows = Rows.below_each_other(each)
         for first in range(0, len(everyone), cohort.devices):
             some = everyone[first : first + cohort.devices]
             if everyone[0].work.sends_parameters:
-                found = self._train(cohort, some, rows, states, layout)
+                found = self._train(cohort, some, starts, rows, states, layout)
             else:
                 found = self._measure(cohort, some, rows)
             for one, trained in zip(some, found, strict=True):
@@ -182,19 +196,20 @@ class CohortExecutor(Executor):
         self,
         cohort: Cohort,
         some: Sequence[_Participant],
+        starts: Sequence[_Start],
         rows: Rows,
         states: Sequence[ServerState],
         layout: StackedLayout,
     ) -> Iterator[Trained]:
         works = [one.work for one in some]
-        known = [layout.known_scales(state.parts) for state in states]
+        known = [layout.known_scales(states[run].parts) for run, _ in starts]
         indices, valid = self._mini_batches(cohort, some)
         schedule = np.array([work.schedule(len(indices)) for work in works]).T
         levels = None
         if any(work.steps_at is not None for work in works):
             by_state = [layout.statistics_by_level(state.parts) for state in states]
             levels = schedule, torch.stack([by_state[one.run] for one in some])
-        device_works = [one.work.device._replace(state=one.run) for one in some]
+        device_works = [one.work.device._replace(state=starts.index(one.start)) for one in some]
         memories = [_memory(states[one.run], one.task) for one in some]
         cohort.train(rows, known, device_works, indices, valid, levels, memories)
         sums = cohort.parameters.sum(1) + cohort.statistics.sum(1)
@@ -213,6 +228,7 @@ class CohortExecutor(Executor):
                 loss=means[d],
                 sound=sound[d],
                 n_scales=scales[d],
+                n_staying=cohort.n_staying[d],
             )
 
     def _measure(

@@ -53,13 +53,14 @@ class GpuEvaluator:
         if on_gpu:  # as the images lie
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._tests, self._precision, self._tally = tests, precision, trainer.tally
+        self._merged = trainer.merged
         self._graphs = Graphs(capture and self._tally.capturable and on_gpu)
         self._chunks: dict[int, Tensor] = {}  # by their length, where captured tests find them
         self._sums = list[Tensor]()
 
     def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
         """The sums of the metrics over chunks of the test data."""
-        tensors = state.layout.by_key(state.parts).items()
+        tensors = self._merged(state.layout.by_key(state.parts)).items()
         own = {key: tensor for key, tensor in tensors if not is_scale(key)}
         self._model.load_state_dict(own, strict=False)
         for norm in norms_of(self._model):

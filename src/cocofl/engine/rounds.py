@@ -17,7 +17,9 @@ import numpy as np
 from cocofl.accounting import Accountant
 from cocofl.engine.executor import QUARANTINED, Answer, Executor, RoundPlan
 from cocofl.engine.inspection import Inspection
+from cocofl.engine.pace import Turn, pace_of
 from cocofl.errors import NoFeasibleSpan, RejectedUpdate
+from cocofl.fl.averaging import averaged, with_average, with_mean
 from cocofl.fl.batches import Ints, chunks
 from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.merge import Mean
@@ -94,15 +96,6 @@ class Watcher(Protocol):
         """The run is complete."""
 
 
-class AskedDevice(NamedTuple):
-    """A device that the server asked, and what came of that before anything was trained."""
-
-    device: int
-    plan: Plan | None
-    fate: str
-    time: float
-
-
 # --- one round -----------------------------------------------------------------------------------
 
 
@@ -112,13 +105,13 @@ def play_round(runs: Sequence[RunInProgress], executor: Executor) -> None:
     Several runs that share a network can be collected at once.
     """
     begin = time.perf_counter()
-    asked = [ask_devices(run.job, run.next_round) for run in runs]
-    plans = [_plan(run, of_run) for run, of_run in zip(runs, asked, strict=True)]
+    turns = [run.pace.turn(run.next_round) for run in runs]
+    plans = [_plan(run, turn) for run, turn in zip(runs, turns, strict=True)]
     collected = executor.collect_runs([(p, run.state) for p, run in zip(plans, runs, strict=True)])
-    for run, of_run, plan, answers in zip(runs, asked, plans, collected, strict=True):
-        job, ledger = run.job, _Ledger(run.job, of_run, run.state)
+    for run, turn, plan, answers in zip(runs, turns, plans, collected, strict=True):
+        job, ledger = run.job, _Ledger(run.job, turn, run.state)
         accumulator = job.strategy.merge.begin(run.state, plan.round_index)
-        for answer in answers:
+        for answer in run.pace.arriving(turn, plan.round_index, answers, run.state):
             contribution = ledger.judge(answer)
             if contribution is not None:
                 accumulator.add(contribution)
@@ -136,57 +129,41 @@ def play_round(runs: Sequence[RunInProgress], executor: Executor) -> None:
         begin = end
 
 
-def ask_devices(job: Job, round_index: int) -> list[AskedDevice]:
-    """Who is asked this round, and what comes of it before anything is trained, by device.
-
-    An update that comes late or gets lost is never looked at, so it is not computed either.
-    """
-    federation, strategy = job.federation, job.strategy
-    if federation is None:
-        return []
-    by_coin = federation.coins(round_index)
-    plans = (
-        (device, strategy.plan(federation.situation(device, round_index)))
-        for device in federation.in_random_order(round_index, by_coin)
-    )
-    if strategy.only_able:
-        plans = ((device, plan) for device, plan in plans if plan is not None)
-    asked, most = [], federation.per_round if by_coin is None else None
-    for device, plan in sorted(islice(plans, most), key=lambda pair: pair[0]):
-        fate, duration = "infeasible", 0.0
-        if plan is not None:
-            fate, duration = job.faults.fate(job.seed, round_index, device, plan.time)
-        asked.append(AskedDevice(device, plan, fate, duration))
-    return asked
-
-
-def _plan(run: RunInProgress, asked: Sequence[AskedDevice]) -> RoundPlan:
-    job, round_index = run.job, run.next_round
+def _plan(run: RunInProgress, turn: Turn) -> RoundPlan:
+    lr = run.job.training.lr_at(run.next_round)
     tasks = [
-        task_of(job, run.state, one.device, round_index, one.plan)
-        for one in asked
+        task_of(run.job, run.state, one.device, one.draw, one.moment, lr, one.plan)
+        for one in turn.begin
         if one.fate == "merged"
     ]
-    return RoundPlan(round_index, job.training.lr_at(round_index), tasks)
+    return RoundPlan(run.next_round, lr, tasks)
 
 
 def task_of(
-    job: Job, state: ServerState, device: int, round_index: int, plan: Plan | None = None
+    job: Job,
+    state: ServerState,
+    device: int,
+    draw: int,
+    moment: int,
+    lr: float,
+    plan: Plan | None = None,
 ) -> Task:
-    """A device's part of a round, planned if it is not yet."""
+    """A device's part of a round, planned if it is not yet.
+
+    ``draw`` stands for the round in its random numbers, ``moment`` is the round of its budget.
+    """
     assert job.federation is not None
-    plan = plan or job.strategy.plan(job.federation.situation(device, round_index))
+    plan = plan or job.strategy.plan(job.federation.situation(device, moment))
     assert plan is not None, "only devices that have a plan are asked"
     indices, memory = job.federation.partition[device], state.devices.get(device, {})
-    lr = job.training.lr_at(round_index)
-    return Task(job.seed, round_index, device, indices, plan.work, lr, memory)
+    return Task(job.seed, draw, device, indices, plan.work, lr, memory, moment)
 
 
 class _Ledger:
     """What became of each device that was asked, and what its answer was worth."""
 
-    def __init__(self, job: Job, asked: Sequence[AskedDevice], state: ServerState) -> None:
-        self._job, self._asked, self._state = job, asked, state
+    def __init__(self, job: Job, turn: Turn, state: ServerState) -> None:
+        self._job, self._turn, self._state = job, turn, state
         federation = job.federation
         # Our own devices are known to be honest, and looking costs time.
         is_looked_at = federation is None and job.sees_devices
@@ -198,7 +175,7 @@ class _Ledger:
                 str(one.plan.work) if one.plan else None,
                 one.fate,
             )
-            for one in asked
+            for one in turn.end
         }
         self._losses: list[float] = []
         self._reasons: list[tuple[int, str]] = []
@@ -240,48 +217,72 @@ class _Ledger:
         """The devices whose contributions count."""
         return {one.device for one in self._devices.values() if one.fate == "merged"}
 
-    def record(self, plan: RoundPlan, tested: dict[str, dict[str, Any]]) -> RoundRecord:
+    def record(self, plan: RoundPlan, tested: _Tested) -> RoundRecord:
         """The round, as it is written down."""
         rounds, accountant = plan.round_index + 1, self._job.accountant
         # No noise hides what devices lost: where there is privacy, that is their own affair.
         is_known = bool(self._losses) and accountant is None
         loss = round(float(np.mean(self._losses)), 6) if is_known else None
-        # The server waits for the last update that it expects, in parts of the deadline.
-        in_vain = any(one.fate in ("late", "lost") for one in self._asked)
-        waits = 1.0 if in_vain else max((one.time for one in self._asked), default=0.0)
         return RoundRecord(
             round=rounds,
             lr=plan.lr,
-            simulated_s=round(waits * self._job.deadline_s, 6),
+            simulated_s=round(self._turn.waits * self._job.deadline_s, 6),
             bytes_up=self._bytes_up,
             loss=loss,
             devices=list(self._devices.values()),
-            scores=tested.pop(self._job.evaluation.statistics, {}),
-            other_scores=tested,
+            scores=tested.model.pop(self._job.evaluation.statistics, {}),
+            other_scores=tested.model,
+            averaged_scores=tested.average,
             bytes_broadcast=self._bytes_broadcast,
             reasons=None if self._job.federation is not None else self._reasons,
             figures=None if self._inspection is None else self._inspection.figures(),
             quarantined=self._quarantined or None,
             epsilon=None if accountant is None else accountant.epsilon(rounds),
+            energy_j=self._energy_j(),
         )
+
+    def _energy_j(self) -> float | None:
+        """What training took of all who were asked; None where no device's power is known."""
+        federation = self._job.federation
+        if federation is None or not any(one.power for one in federation.devices.groups):
+            return None
+        spent = (federation.power(one.device) * one.time for one in self._turn.end)
+        return round(sum(spent) * self._job.deadline_s, 6)
 
 
 # --- evaluation ----------------------------------------------------------------------------------
 
 
+class _Tested(NamedTuple):
+    """What was found, by the kind of norm statistics."""
+
+    model: dict[str, dict[str, Any]]
+    average: dict[str, dict[str, Any]]
+    """The same of the mean over rounds, where one is kept."""
+
+
 def _evaluate(
     job: Job, executor: Executor, state: ServerState, plan: RoundPlan, merged: set[int]
-) -> tuple[ServerState, dict[str, dict[str, Any]]]:
-    """Test the model where it is time to: what is found, by the kind of norm statistics."""
+) -> tuple[ServerState, _Tested]:
+    """Test the model, and its mean over rounds, where it is time to."""
     is_last, settings = plan.round_index + 1 == job.rounds, job.evaluation
     kinds = [settings.statistics] if (plan.round_index + 1) % settings.every == 0 or is_last else []
-    if kinds and (is_last or settings.statistics == "running"):
-        state = _with_statistics(job, executor, state, plan, merged)
+    measures = bool(kinds) and (is_last or settings.statistics == "running")
+
+    def ready(state: ServerState) -> ServerState:
+        return _with_statistics(job, executor, state, plan, merged) if measures else state
+
+    state = with_average(ready(state), settings.average, plan.round_index)
     has_choice = any(norm.track_running_stats for norm in norms_of(job.trainer.model()))
     if is_last and has_choice and job.federation is not None:
         # Which statistics a published number was made with is rarely said: the end has both.
         kinds += [kind for kind in STATISTICS if kind != settings.statistics]
-    return state, {kind: evaluate(job, executor, state, kind) for kind in kinds}
+    tested = _Tested({kind: evaluate(job, executor, state, kind) for kind in kinds}, {})
+    if settings.average and kinds:
+        mean = ready(averaged(state))
+        tested.average.update({kind: evaluate(job, executor, mean, kind) for kind in kinds})
+        state = with_mean(state, mean)
+    return state, tested
 
 
 def _with_statistics(
@@ -320,6 +321,8 @@ class RunInProgress:
         found = folder.rewind()
         self.next_round = found[0] if found else 0
         self.state = job.trainer.server_state(found[1]) if found else job.initial
+        self.pace = pace_of(job.strategy, job.federation, job.faults, job.seed)
+        self.pace.go_on(self.next_round, found[1] if found else {}, self.state)
         chain, tensors = job.trainer.chain(), self.state.tensors.items()
         own = chain.state_dict()  # without statistics of narrower networks
         check_state(chain, {key: t for key, t in tensors if key in own or is_scale(key)}, None)
@@ -335,29 +338,29 @@ class RunInProgress:
         self.folder.append(record, timing)
         self.next_round += 1
         if self.next_round % self.job.checkpoint_every == 0 and not self.is_over:
-            self.folder.save_checkpoint(self.next_round, self.state.flat())
+            kept = self.state.flat() | self.pace.flat()
+            self.folder.save_checkpoint(self.next_round, kept)
         for watcher in self._watchers:
             watcher.on_round(record)
         if self.is_over:  # at once: one that has fewer rounds left need not wait for others
-            self.folder.save_model(self.state.tensors, self.job.rounds)
+            whole = self.job.trainer.merged
+            if self.job.evaluation.average:
+                self.folder.save_average(whole(averaged(self.state).tensors), self.job.rounds)
+            self.folder.save_model(whole(self.state.tensors), self.job.rounds)
             for watcher in self._watchers:
                 watcher.on_end()
 
 
 def run(
-    jobs: Sequence[tuple[Job, RunFolder]],
+    jobs: Sequence[tuple[Job, RunFolder, Sequence[Watcher]]],
     executor: Executor,
     plan: KernelPlan,
-    watchers: Sequence[Watcher] = (),
 ) -> None:
-    """Play all rounds that the folders do not have yet; watchers are told of the first run.
+    """Play all rounds that the folders do not have yet, each run under its watchers' eyes.
 
     No folder is complete. Several jobs share a network and a recipe, and are played at once.
     """
-    runs = [
-        RunInProgress(job, folder, watchers if i == 0 else ())
-        for i, (job, folder) in enumerate(jobs)
-    ]
+    runs = [RunInProgress(job, folder, watchers) for job, folder, watchers in jobs]
     _prepare(runs, executor, plan)
     for one in runs:
         one.state = executor.placed(one.state)

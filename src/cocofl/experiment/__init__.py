@@ -4,6 +4,7 @@ from cocofl.experiment.engines import executor_for, machine_plan, remember_plan
 from cocofl.experiment.runs import (
     Run,
     Spread,
+    Watch,
     evaluate_run,
     in_short,
     model_with,
@@ -11,12 +12,13 @@ from cocofl.experiment.runs import (
     simulate,
     simulate_batch,
 )
-from cocofl.experiment.setup import Setup, load_data
+from cocofl.experiment.setup import Setup, load_data, rounds_of
 
 __all__ = [
     "Run",
     "Setup",
     "Spread",
+    "Watch",
     "evaluate_run",
     "executor_for",
     "in_short",
@@ -25,6 +27,7 @@ __all__ = [
     "model_with",
     "open_folder",
     "remember_plan",
+    "rounds_of",
     "simulate",
     "simulate_batch",
 ]

@@ -16,7 +16,7 @@ from cocofl.errors import InvalidExperiment
 from cocofl.fl.batches import tensors
 from cocofl.fl.metrics import Metric
 from cocofl.fl.trainer import Trainer
-from cocofl.fl.training import FITTING, LOSSES
+from cocofl.fl.training import FITTING, LOSSES, Training
 from cocofl.models.hugging_face import CAUSAL
 
 MOST_CLASSES = 4096
@@ -87,6 +87,16 @@ def check_losses(loss: str, metrics: Sequence[Metric], data: DataSet) -> None:
                 f"evaluation.metrics has {one.name}, which counts every pair of classes, but the "
                 f"labels of {data.name} are {kind} of {classes} classes; {way_out}"
             )
+
+
+def check_calibration(training: Training, data: DataSet) -> None:
+    """Margins are of classes, and of the loss that compares their scores."""
+    if training.calibration and training.loss != "cross_entropy":
+        raise InvalidExperiment(
+            f"training.calibration is {training.calibration:g}, which lowers scores of classes, "
+            f"but training.loss is {training.loss!r} and the labels of {data.name} are "
+            f'{data.facts.labels}; expected loss = "cross_entropy", or calibration = 0'
+        )
 
 
 def check_outputs(trainer: Trainer, data: DataSet, model: str) -> None:

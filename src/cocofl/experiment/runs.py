@@ -31,12 +31,13 @@ from cocofl.experiment.engines import (
 from cocofl.experiment.setup import Setup, load_data, rounds_of
 from cocofl.fl.metrics import MetricFacts, recorded_metric
 from cocofl.fl.strategies import NEEDS_NOTHING, facts_of
+from cocofl.fl.strategies.learning import OPTIONS as LEARNING
 from cocofl.freeze import KernelPlan, State
 from cocofl.named import refuse_untrusted
 from cocofl.runlog import PLAN, RoundRecord, RunFolder, Scores, metric_names, only_writer
 
 DEVICES_AT_ONCE = 40
-"""More gain little (docs/cohort.md), and the more runs share a GPU, the later the first ends."""
+"""More gain little (docs/notebook/cohort.md); the more share a GPU, the later the first ends."""
 
 _COMMON = (
     *("model.", "training.", "engine.", "upload.", "evaluation.metrics"),
@@ -45,6 +46,8 @@ _COMMON = (
 # The learning rate is a device's own.
 _OWN = ("training.lr", "training.decay_rounds", "training.decay_factor")
 
+Watch = Callable[[Path, Experiment], Sequence[Watcher]]
+"""Says who is told of a run that begins, or goes on, in a folder."""
 Announce = Callable[[Sequence[Path], int], None]
 """Is told which folders' runs begin, and how many rounds the first has."""
 
@@ -126,6 +129,11 @@ class Run:
         """The last evaluation with each kind of norm statistics that the end was tested with."""
         return {self.experiment.evaluation.statistics: self.final.scores, **self.final.other_scores}
 
+    @property
+    def averaged(self) -> Scores:
+        """The last evaluation of the mean over rounds; empty where none is kept."""
+        return self.final.averaged_scores.get(self.experiment.evaluation.statistics, {})
+
     @cached_property
     def metrics(self) -> list[MetricFacts]:
         """What its model was tested for, by what is compared first; nothing is imported."""
@@ -142,6 +150,11 @@ class Run:
         """The final weights, by the model's own keys, with scales beside them."""
         return self.folder.model()
 
+    @property
+    def averaged_state(self) -> State:
+        """The mean of the weights over rounds, where ``evaluation.average`` keeps one."""
+        return self.folder.average()
+
 
 def simulate(
     experiment: Experiment | None = None,
@@ -150,15 +163,17 @@ def simulate(
     resume: bool = False,
     executor: Executor | None = None,
     watchers: Sequence[Watcher] = (),
+    watch: Watch = lambda _path, _experiment: (),
 ) -> Run:
     """Run an experiment (by default the quick start) into a folder.
 
     ``out`` is ``runs/<name>`` by default. With ``resume`` a run that was interrupted goes on, and
-    its experiment must be the same. An ``executor`` that is given stays open.
+    its experiment must be the same. An ``executor`` that is given stays open. ``watch`` makes more
+    watchers, once it is sure that there is something to run.
     """
     experiment = experiment or Experiment()
     path = Path(out) if out is not None else experiment.folder
-    return _play({path: experiment}, executor, watchers, resume=resume)[path]
+    return _play({path: experiment}, executor, watchers, watch, resume=resume)[path]
 
 
 def simulate_batch(
@@ -167,9 +182,12 @@ def simulate_batch(
     resume: bool = False,
     executor: Executor | None = None,
     watchers: Sequence[Watcher] = (),
+    watch: Watch = lambda _path, _experiment: (),
     announce: Announce = lambda _paths, _rounds: None,
 ) -> list[Run]:
     """Run experiments, each into its folder; watchers are told of the first of those at once.
+
+    Those that ``watch`` makes are told of one run each.
 
     A cohort plays seeds, strategies and splits at once that share model, data set and training.
     Elsewhere one run follows another.
@@ -185,7 +203,7 @@ def simulate_batch(
         at_once = DEVICES_AT_ONCE if isinstance(own, CohortExecutor) else 0
         for some in batch_groups(experiments, at_once):
             announce(list(some), rounds_of(next(iter(some.values()))))
-            found |= _play(some, own, watchers, resume=resume)
+            found |= _play(some, own, watchers, watch, resume=resume)
     return [found[path] for path in experiments]
 
 
@@ -193,6 +211,7 @@ def _play(
     experiments: Mapping[Path, Experiment],
     executor: Executor | None,
     watchers: Sequence[Watcher],
+    watch: Watch,
     *,
     resume: bool,
 ) -> dict[Path, Run]:
@@ -216,7 +235,14 @@ def _play(
             own = until_the_end.enter_context(executor_for(first, executor))
             for folder, setup, _ in todo:
                 folder.write_about(setup.about() | together)
-            run([(job, folder) for folder, _, job in todo], own, machine_plan(), watchers)
+            watched = [
+                [*(watchers if i == 0 else ()), *watch(folder.path, setup.experiment)]
+                for i, (folder, setup, _) in enumerate(todo)
+            ]
+            jobs_to_do = [
+                (job, folder, of) for (folder, _, job), of in zip(todo, watched, strict=True)
+            ]
+            run(jobs_to_do, own, machine_plan())
             remember_plan(KernelPlan.load(todo[0][0].path / PLAN))
     return {folder.path: Run(folder) for folder in folders}
 
@@ -252,34 +278,49 @@ def _common_ground(experiment: Experiment) -> dict[str, Any]:
     """What those have in common that are one computation."""
     values = experiment.by_key().items()
     common = {key: v for key, v in values if key.startswith(_COMMON) and key not in _OWN}
+    common |= {key: experiment.strategy.options.get(key) for key in LEARNING}
+    facts = facts_of(experiment.strategy.name)
+    if facts.own_network:
+        return {"alone": experiment}
     # Who has all data has many times the mini-batches: everybody else would wait.
-    return common | {"central": facts_of(experiment.strategy.name).all_data_in_one_place}
+    return common | {"central": facts.all_data_in_one_place}
 
 
 def evaluate_run(
     path: str | Path,
     *,
     changes: Mapping[str, Any] | None = None,
+    average: bool = False,
     executor: Executor | None = None,
 ) -> Scores:
-    """Test a run's model, also on other data or with other statistics (``changes``)."""
+    """Test a run's model, also on other data or with other statistics (``changes``).
+
+    With ``average`` the mean of the model over rounds is tested instead.
+    """
     found = Run.open(path)
+    tensors = found.averaged_state if average else found.state
     # No strategy is played, nothing is merged, and the run's tables may lie on the machine that
     # made it. So may the GPU that it was made with.
     places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
-    neutral = {**places, "engine.kind": "auto", "merge": {}, **(changes or {})}
-    experiment = found.experiment.with_strategy(NEEDS_NOTHING).changed(neutral)
+    neutral = {**places, "engine.kind": "auto", "merge": {}, "server": {}, **(changes or {})}
+    if isinstance(width := found.folder.about.get("width"), float):
+        neutral["model.options"] = {**found.experiment.model.options, "width": width}
+    options = found.experiment.strategy.options
+    same = {key: options[key] for key in LEARNING if key in options}
+    experiment = found.experiment.with_strategy(NEEDS_NOTHING, **same).changed(neutral)
     refuse_untrusted(*experiment.names())  # also for the worker processes
     job = Setup(experiment).job()
     with executor_for(experiment, executor) as own:
         own.prepare(job.trainer, KernelPlan())
-        return evaluate(job, own, job.trainer.server_state(found.state))
+        return evaluate(job, own, job.trainer.server_state(tensors))
 
 
-def model_with(run_: Run) -> nn.Module:
-    """The run's network with its final weights, ready to use."""
-    model, _ = Setup(run_.experiment).subject.build()
-    model.load_state_dict(run_.state, strict=False)
+def model_with(run_: Run, *, average: bool = False) -> nn.Module:
+    """The run's network with its final weights, or with their mean over rounds, ready to use."""
+    setup = Setup(run_.experiment)
+    model, _ = setup.subject.build()
+    state = run_.averaged_state if average else run_.state
+    model.load_state_dict(setup.trainer.merged(state), strict=False)
     return model.eval()
 
 

@@ -6,7 +6,7 @@ import inspect
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from cocofl.engine.rounds import Job
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment.engines import engine_kind, machine
 from cocofl.experiment.fit import (
+    check_calibration,
     check_inputs,
     check_losses,
     check_outputs,
@@ -32,8 +33,9 @@ from cocofl.experiment.fit import (
     usual_task,
 )
 from cocofl.experiment.tables import ExperimentTables
+from cocofl.fl.codec import check_use
 from cocofl.fl.devices import (
-    PAPER_GROUPS,
+    POPULATIONS,
     Devices,
     Group,
     groups_from,
@@ -43,16 +45,17 @@ from cocofl.fl.devices import (
 from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.metrics import Populations
 from cocofl.fl.privacy import Bounds, NoiseOfRound, PrivateMean, privately, seeded_noise
-from cocofl.fl.strategies import STRATEGIES, Strategy, facts_of
+from cocofl.fl.strategies import STRATEGIES, Strategy, check_can_learn, facts_of, low_rank_of
 from cocofl.fl.strategies.facts import SLICES
 from cocofl.fl.trainer import Trainer, TrainerSpec
 from cocofl.fl.training import LOSSES
-from cocofl.freeze import State, chain_state, check_state
-from cocofl.models.hugging_face import PREFIX, PRETRAINED, RANDOM, WEIGHTS, is_hugging_face
+from cocofl.freeze import AdaptedChain, LowRank, State, chain_state, check_state
+from cocofl.hub import PREFIX, is_hugging_face
+from cocofl.models.hugging_face import PRETRAINED, RANDOM, WEIGHTS
 from cocofl.named import lookup, nearest
 from cocofl.profiling.subject import Subject
 from cocofl.runlog import check_metric_names, read_state
-from cocofl.source import source_commit, source_version
+from cocofl.source import VERSION, source_commit
 
 CENTRAL_SPEEDUP = 10
 """Centralized training takes this many times fewer rounds, each an epoch over all data."""
@@ -85,11 +88,13 @@ class Setup:
     def __init__(self, experiment: Experiment, dataset: DataSet | None = None) -> None:
         self.experiment = experiment
         self.data: DataSet = dataset or load_data(experiment)
+        options, low_rank = self._strategy_options()
         self.subject = Subject(
             experiment.model.name,
             experiment.training.batch,
             self.data.facts.num_classes,
             tuple(self._model_options().items()),
+            *((low_rank.rank, low_rank.alpha) if low_rank else ()),
         )
         experiment.training.check_optimizer()
         self.trainer = Trainer(
@@ -100,16 +105,25 @@ class Setup:
                 self.data.test,
                 experiment.engine.kernels,
                 experiment.evaluation.metrics,
-                experiment.upload.codec,
+                experiment.upload,
             )
         )
         check_metric_names([one.name for one in self.trainer.tally.metrics])
+        check_inputs(self.trainer.chain().example, self.data, experiment.model.name)
+        self.tables = ExperimentTables(
+            experiment,
+            self.trainer,
+            lambda: self.federation.least_budgets(rounds_of(experiment)),
+        )
+        self.facts = facts_of(experiment.strategy.name)
+        codec, strategy = self.trainer.codec, experiment.strategy.name
+        check_use(codec, experiment.upload.codec, strategy, self.facts.uploads)
+        self.strategy = self._strategy(options)
+        if self.strategy.width != 1.0:
+            self.subject = self.subject.narrowed(self.strategy.width)
+            self.trainer = Trainer(replace(self.trainer.spec, subject=self.subject))
         self.spec = self.trainer.spec
         self.chain: BlockChain = self.trainer.chain()
-        check_inputs(self.chain.example, self.data, experiment.model.name)
-        self.tables = ExperimentTables(experiment, self.trainer)
-        self.facts = facts_of(experiment.strategy.name)
-        self.strategy = self._strategy()
 
     def _model_options(self) -> dict[str, Any]:
         """What the model's function is told: of one that is made for the data, the data too."""
@@ -136,7 +150,8 @@ class Setup:
         settings, privacy = experiment.devices, experiment.privacy
         # Of a fixed number out of those who can be asked nobody knows how many they are.
         is_chance = self.federation.by_coin or not (
-            self.strategy.only_able or any(group.trace for group in self.devices.groups)
+            self.strategy.only_able
+            or any(group.trace or group.available < 1 for group in self.devices.groups)
         )
         population = settings.count if is_chance else settings.per_round
         sampling = Sampling(privacy.sampling, population, settings.per_round)
@@ -149,9 +164,14 @@ class Setup:
         experiment, privacy = self.experiment, self.experiment.privacy
         if not privacy.is_on:
             return job
-        bounds, name = Bounds.of(self.trainer.model(), privacy), experiment.strategy.name
+        bounds, name = Bounds.of_trainer(self.trainer, privacy), experiment.strategy.name
         if self.facts.all_data_in_one_place:
             raise InvalidExperiment(f"privacy is on, but {name!r} has one device with all data")
+        if job.strategy.arrival is not None:
+            raise InvalidExperiment(
+                f"privacy is on, but the server of {name!r} does not wait for the devices of a "
+                "round, and what chance hides is counted in rounds; take another strategy"
+            )
         measures = self.facts.uploads == SLICES or not self.strategy.tracks_statistics
         if measures and len(bounds.shapes) > len(bounds.learned):
             raise InvalidExperiment(
@@ -179,11 +199,11 @@ class Setup:
         training, central = experiment.training, self.facts.all_data_in_one_place
         slower = CENTRAL_SPEEDUP if central else 1
         federation = self._central() if central else self.federation
-        table, rules = self.tables.spans(), experiment.merge.made()
-        strategy = self.strategy
+        rules = experiment.merge.made()
+        merge = self.strategy.merge
         if rules is not None:
-            strategy = replace(strategy, merge=strategy.merge.with_rules(rules))
-        step_s = (table.full_step_s or 1.0) * training.batch / (table.batch or training.batch)
+            merge = merge.with_rules(rules)
+        strategy = replace(self.strategy, merge=experiment.server.on_top_of(merge))
         return Job(
             strategy=strategy,
             rules=rules,
@@ -197,11 +217,9 @@ class Setup:
                 decay_rounds=tuple(max(1, decay // slower) for decay in training.decay_rounds),
             ),
             faults=Faults() if central else experiment.faults,
-            evaluation=replace(
-                experiment.evaluation, every=max(1, experiment.evaluation.every // slower)
-            ),
+            evaluation=experiment.evaluation.with_fewer_rounds(slower),
             populations=self._populations(),
-            deadline_s=federation.mean_steps * step_s,
+            deadline_s=federation.deadline_s,
             checkpoint_every=experiment.engine.checkpoint_every,
         )
 
@@ -209,6 +227,7 @@ class Setup:
         """Complain where what the network returns, loss, metrics and labels do not fit."""
         loss, model = self.experiment.training.loss, self.experiment.model.name
         check_losses(loss, self.trainer.tally.metrics, self.data)
+        check_calibration(self.experiment.training, self.data)
         if loss in LOSSES:
             check_outputs(self.trainer, self.data, model)
 
@@ -233,14 +252,21 @@ class Setup:
         recipe, per_round = self.experiment.training, self.experiment.devices.per_round
         privacy, seed = self.experiment.privacy, self.experiment.seed
         by_coin = privacy.is_on and privacy.sampling == "poisson"
-        return Federation(self.devices, self.partition, recipe, per_round, seed, by_coin)
+        return Federation(
+            self.devices, self.partition, recipe, per_round, seed, by_coin, self._step_s
+        )
+
+    @property
+    def _step_s(self) -> float:
+        table, batch = self.tables.spans(), self.experiment.training.batch
+        return (table.full_step_s or 1.0) * batch / (table.batch or batch)
 
     def about(self) -> dict[str, Any]:
         """What a result must say about where it comes from."""
         privacy = self.experiment.privacy
         return {
             "command": _command(),
-            "cocofl": source_version(),
+            "cocofl": VERSION,
             "commit": source_commit(),
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -253,17 +279,23 @@ class Setup:
             "tables": dict(self.tables.served),
             "model_blocks": len(self.chain),
             "samples_left_over": len(self.partition.remainder),
+            **({"width": self.strategy.width} if self.strategy.width != 1.0 else {}),
             **({"privacy": asdict(privacy)} if privacy.is_on else {}),
         }
 
-    def _strategy(self) -> Strategy:
-        settings = self.experiment.strategy
-        make = lookup(settings.name, STRATEGIES, "strategy", InvalidExperiment)
+    def _make_strategy(self) -> Callable[..., Strategy]:
+        name = self.experiment.strategy.name
+        return lookup(name, STRATEGIES, "strategy", InvalidExperiment)
+
+    def _strategy_options(self) -> tuple[dict[str, Any], LowRank | None]:
+        """What the strategy is told, and the adapters that this asks for."""
+        settings, make = self.experiment.strategy, self._make_strategy()
         known = {
             name: parameter.default
             for name, parameter in inspect.signature(make).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         }
+        check_can_learn(settings.options, known, settings.name)
         options = dict[str, Any]()
         for key, value in settings.options.items():
             if key not in known:
@@ -273,13 +305,26 @@ class Setup:
                 )
             plain = isinstance(known[key], bool | int | float | str)
             options[key] = typed(type(known[key]) if plain else Any, value, f"strategy.{key}")
-        made: Strategy = make(self.tables, **options)
+        return options, low_rank_of(options, known)
+
+    def _strategy(self, options: Mapping[str, Any]) -> Strategy:
+        made, name = self._make_strategy()(self.tables, **options), self.experiment.strategy.name
+        if made.arrival is not None and self.facts.waits:
+            raise InvalidExperiment(
+                f"the server of {name} does not wait for devices, as its `arrival` says; "
+                "declare StrategyFacts(waits=False), so that no deployment waits for them"
+            )
+        if made.arrival is not None and not made.tracks_statistics:
+            raise InvalidExperiment(
+                f"the server of {name} does not wait for devices, so it cannot ask those "
+                "of a round for norm statistics: let them send these (tracks_statistics)"
+            )
         return made
 
     def _groups(self) -> Sequence[Group]:
         groups = self.experiment.devices.groups
-        if groups == "paper":
-            return PAPER_GROUPS
+        if isinstance(groups, str) and groups in POPULATIONS:
+            return POPULATIONS[groups]
         if isinstance(groups, str) and groups.startswith("limited:"):
             try:
                 return limited_groups(float(groups.removeprefix("limited:")))
@@ -288,8 +333,8 @@ class Setup:
         if isinstance(groups, list) and groups and all(isinstance(g, Mapping) for g in groups):
             return groups_from(groups)
         raise InvalidExperiment(
-            f'devices.groups is {groups!r}; expected "paper", "limited:0.25", or a list of tables '
-            "with name, share, time, memory, upload or trace"
+            f"devices.groups is {groups!r}; expected {', '.join(map(repr, POPULATIONS))}, "
+            "'limited:0.25', or a list of tables with name, share, time, memory, upload or trace"
         )
 
     def _central(self) -> Federation:
@@ -297,7 +342,8 @@ class Setup:
         everything = np.arange(len(self.data.train))
         whole = Partition(everything, np.array([0, len(everything)]), everything[:0])
         devices = make_devices(1, [Group("all")], self.experiment.seed)
-        return Federation(devices, whole, self.experiment.training, 1, self.experiment.seed)
+        recipe, seed = self.experiment.training, self.experiment.seed
+        return Federation(devices, whole, recipe, 1, seed, step_s=self._step_s)
 
     def _populations(self) -> Populations | None:
         if self.data.facts.labels not in COUNTED:
@@ -311,13 +357,19 @@ class Setup:
         return Populations(names, by_group, by_device)
 
     def _initial_state(self) -> State:
-        init = self.experiment.model.init
+        tensors, begin = self._initial_weights(), self.strategy.begin
+        return tensors if begin is None else begin(self.trainer, tensors)
+
+    def _initial_weights(self) -> State:
+        init, chain, seed = self.experiment.model.init, self.chain, self.experiment.seed
+        adapters = chain.fresh_adapters(seed) if isinstance(chain, AdaptedChain) else State()
         if init and init not in WEIGHTS:
             _, state = read_state(Path(init))
+            state |= {key: t for key, t in adapters.items() if key not in state}
             check_state(self.chain, state, None)
             return {key: t for key, t in state.items() if not key.endswith("num_batches_tracked")}
         model, _ = self.subject.build(seed=self.experiment.seed)
-        fresh = model.state_dict()
+        fresh = model.state_dict() | adapters
         return {key: fresh[key].clone() for key in chain_state(self.chain)}
 
 

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
+from cocofl.budget import Budget
 from cocofl.config import Experiment
 from cocofl.errors import TableMismatch
 from cocofl.fl.codec import is_encoded
 from cocofl.fl.trainer import Trainer
-from cocofl.freeze.state import block_state
+from cocofl.freeze.state import trained_state
+from cocofl.models.widths import check_rolls
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.subject import Settings
-from cocofl.profiling.table import Configuration
+from cocofl.profiling.table import Configuration, joined
 
 
 class ExperimentTables:
     """The profile tables of an experiment, loaded when a strategy asks; it notes who served."""
 
-    def __init__(self, experiment: Experiment, trainer: Trainer) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        trainer: Trainer,
+        least_budgets: Callable[[], Iterable[Budget]] = tuple,
+    ) -> None:
         self._experiment, self._trainer = experiment, trainer
+        self.least_budgets = least_budgets
         self.n_blocks = len(trainer.chain())
+        self.everything = joined(trainer.chain().learning_blocks)
         facts = trainer.spec.train.facts
         self.is_text, self.labels = facts.task == "text", facts.labels
         self.served: dict[str, str] = {}
@@ -33,6 +43,7 @@ class ExperimentTables:
         """The costs of spans; without a variant any table that knows what full training costs."""
         table = self._get(self._experiment.tables.spans, variant or "qff")
         table.check_fits(self.n_blocks)
+        table.check_rank(self._trainer.spec.subject.rank)
         if variant is not None and table.variant != variant:
             raise TableMismatch(
                 f"{table.name} is for variant {table.variant}, but the strategy freezes with "
@@ -50,6 +61,12 @@ class ExperimentTables:
             )
         return table
 
+    def check_rolls(self) -> None:
+        """Complain about a network of which a window of channels cannot roll."""
+        trainer, chain = self._trainer, self._trainer.chain()
+        assert chain.example is not None
+        check_rolls(trainer.model(), trainer.model(self.widths().widths[0]), chain.example)
+
     def _get(self, source: str, kind: str) -> ProfileTable:
         if kind not in self._loaded:
             table = self._load(source, kind)
@@ -66,9 +83,9 @@ class ExperimentTables:
         def share(configuration: Configuration) -> float:
             width = configuration if isinstance(configuration, float) else 1.0
             chosen = None if isinstance(configuration, float) else configuration
-            blocks = self._trainer.chain(width).blocks
-            trained = [b for i, b in enumerate(blocks) if chosen is None or i in chosen]
-            sent = [item for block in trained for item in block_state(block).items()]
+            chain = self._trainer.chain(width)
+            trained = [i for i in range(len(chain)) if chosen is None or i in chosen]
+            sent = [item for i in trained for item in trained_state(chain, i).items()]
             sizes = [
                 codec.size_bytes(t.shape, t.dtype) if is_encoded(key, t) else t.nbytes
                 for key, t in sent
@@ -82,7 +99,8 @@ class ExperimentTables:
         model = self._experiment.model
         if source == "auto":
             ready = [name for name in shipped() if name.endswith(f"-{model.name}/{kind}")]
-            source = ready[0] if ready and not model.options else "analytic"
+            whole = not (model.options or self._trainer.spec.subject.rank)
+            source = ready[0] if ready and whole else "analytic"
         kind_of_source, _, device = source.partition(":")
         if kind_of_source != "analytic":
             named = source.startswith("measured:") and "/" not in source

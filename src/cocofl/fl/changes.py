@@ -19,7 +19,7 @@ ENOUGH = 3
 """Of so many devices one that is far off can be told from the others."""
 SPREAD = 3.0
 """Blocks differ by this in how far training moves them, as a part of their own size. Measured:
-medians of a block's devices are 0.5 to 3.4 times the typical part (docs/notebook-hostile.md)."""
+medians of a block's devices are 0.5 to 3.4 times the typical part (docs/notebook/hostile.md)."""
 
 
 class Change(NamedTuple):

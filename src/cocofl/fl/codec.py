@@ -17,9 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cocofl.checks import check_number
+from cocofl.errors import InvalidExperiment
 from cocofl.fl.state import Contribution, Memory, Tensors, is_scale
 from cocofl.named import made_by_name
 
+_STATISTICS = ("running_mean", "running_var")
 ERROR = "upload error"
 """The memory of a device that holds what its codec lost."""
 
@@ -29,6 +32,16 @@ class Upload:
     """The section ``[upload]`` of an experiment."""
 
     codec: str = "identity"
+    """How tensors become bytes: identity, float16, int8, topk, or ``package.module:function``."""
+    fraction: float = 0.01
+    """Of each tensor's elements, how many ``topk`` sends."""
+
+    def __post_init__(self) -> None:
+        check_number("upload.fraction", self.fraction, above=0, most=1)
+
+    def made(self) -> Codec:
+        """The codec that is named."""
+        return TopK(self.fraction) if self.codec == "topk" else codec(self.codec)
 
 
 class Codec(ABC):
@@ -75,7 +88,113 @@ class Identity(Codec):
         return torch.frombuffer(bytearray(payload), dtype=start.dtype).reshape(start.shape)
 
 
-CODECS: dict[str, Callable[[], Codec]] = {"identity": Identity}
+@dataclass(frozen=True)
+class Float16(Codec):
+    """The change in half precision: two bytes a number, three digits."""
+
+    def size_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Two bytes a number."""
+        del dtype
+        return 2 * prod(shape)
+
+    def encode(self, tensor: Tensor, start: Tensor, rng: np.random.Generator) -> bytes:
+        """The change, rounded; one beyond what float16 holds is cut there."""
+        del rng
+        most = torch.finfo(torch.float16).max
+        return (tensor - start).clamp(-most, most).half().numpy().tobytes()
+
+    def decode(self, payload: bytes, start: Tensor) -> Tensor:
+        """The start with the change."""
+        change = torch.from_numpy(np.frombuffer(payload, np.float16).astype(np.float64))
+        return start + change.reshape(start.shape).to(start.dtype)
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    """The change in whole parts of its largest: a byte a number, and a scale for each channel.
+
+    It is rounded up or down by chance, so that the mean over devices and rounds is right
+    (QSGD; Alistarh et al., NeurIPS 2017).
+    """
+
+    def size_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """A byte a number, and the scales."""
+        del dtype
+        return prod(shape) + 4 * _channels(shape)
+
+    def encode(self, tensor: Tensor, start: Tensor, rng: np.random.Generator) -> bytes:
+        """Scales, then codes."""
+        change = (tensor - start).double().reshape(_channels(tensor.shape), -1).numpy()
+        scales = (np.abs(change).max(1, initial=0.0) / _CODES).astype(np.float32)
+        parts = change / np.maximum(scales, np.finfo(np.float32).tiny)[:, None]
+        codes = np.floor(parts + rng.random(parts.shape)).clip(-_CODES, _CODES)
+        payload: bytes = scales.tobytes() + codes.astype(np.int8).tobytes()
+        return payload
+
+    def decode(self, payload: bytes, start: Tensor) -> Tensor:
+        """The start with the change."""
+        channels = _channels(start.shape)
+        scales = np.frombuffer(payload, np.float32, channels)
+        codes = np.frombuffer(payload, np.int8, offset=4 * channels).reshape(channels, -1)
+        change = torch.from_numpy(codes * scales.astype(np.float64)[:, None])
+        return start + change.reshape(start.shape).to(start.dtype)
+
+
+_CODES = 127
+
+
+def _channels(shape: Sequence[int]) -> int:
+    """How many scales a tensor has: vectors have one."""
+    return shape[0] if len(shape) > 1 and 0 not in shape else 1
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The largest changes of each tensor, and where they are; the others wait.
+
+    What is not said is added to what the device says next time (Stich et al., NeurIPS 2018).
+    """
+
+    fraction: float = 0.01
+    keeps_error: ClassVar[bool] = True
+
+    def size_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """A place and a value for each."""
+        return self._count(prod(shape)) * (4 + dtype.itemsize)
+
+    def _count(self, size: int) -> int:
+        return min(size, max(1, round(self.fraction * size)))
+
+    def encode(self, tensor: Tensor, start: Tensor, rng: np.random.Generator) -> bytes:
+        """Places in order, then values."""
+        del rng
+        change = (tensor - start).flatten()
+        # Of equal ones the first: a sort that is stable is the same everywhere.
+        order = change.abs().argsort(descending=True, stable=True)
+        places = order[: self._count(len(change))].sort().values
+        values = change[places].numpy().tobytes()
+        return places.numpy().astype(np.int32).tobytes() + values
+
+    def decode(self, payload: bytes, start: Tensor) -> Tensor:
+        """The start with these changes."""
+        count = self._count(start.numel())
+        places = torch.from_numpy(np.frombuffer(payload, np.int32, count).astype(np.int64))
+        if not bool(((places >= 0) & (places < start.numel())).all() and (places.diff() > 0).all()):
+            raise ValueError("places are outside of the tensor, or not in order")
+        found = start.flatten().clone()
+        if not count:
+            return found.reshape(start.shape)
+        values = torch.frombuffer(bytearray(payload[4 * count :]), dtype=start.dtype)
+        found[places] += values
+        return found.reshape(start.shape)
+
+
+CODECS: dict[str, Callable[[], Codec]] = {
+    "identity": Identity,
+    "float16": Float16,
+    "int8": Int8,
+    "topk": TopK,
+}
 
 
 @cache
@@ -84,9 +203,31 @@ def codec(name: str) -> Codec:
     return made_by_name(name, CODECS, "codec", Codec)  # type: ignore[type-abstract]
 
 
+def check_use(by: Codec, name: str, strategy: str, uploads: str) -> None:
+    """Refuse a codec for a strategy whose devices cannot send by it."""
+    if by.is_exact:
+        return
+    if not uploads:
+        raise InvalidExperiment(
+            f"upload.codec is {name!r}, but in {strategy!r} nothing is uploaded; "
+            'expected "identity"'
+        )
+    if by.keeps_error and uploads != "blocks":
+        raise InvalidExperiment(
+            f"upload.codec is {name!r}, which keeps what it could not say for the same tensors in "
+            f"a later round, but devices of {strategy!r} send {uploads} of tensors, and others "
+            "every time; expected identity, float16, int8, or another strategy"
+        )
+
+
 def is_encoded(key: str, tensor: Tensor) -> bool:
-    """Whether a tensor goes through the codec: scales and whole numbers are sent as they are."""
-    return tensor.is_floating_point() and tensor.ndim > 0 and not is_scale(key)
+    """Whether a tensor goes through the codec.
+
+    Scales, norm statistics and whole numbers are sent as they are: they are few, and a variance
+    that a codec has made negative is worth nothing.
+    """
+    sent_as_it_is = is_scale(key) or key.endswith(_STATISTICS)
+    return tensor.is_floating_point() and tensor.ndim > 0 and not sent_as_it_is
 
 
 def transmitted(

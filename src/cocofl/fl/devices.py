@@ -32,6 +32,9 @@ RESOURCES = ("time", "memory", "upload")
 _COLUMNS = ["device", "round", *RESOURCES]
 _AVAILABLE = "available"
 MOST_TRACE_BYTES = 64 * 2**20
+_NUMBERS = ("power", "energy", "available", "rounds_per_day")
+_DAY = 0.6
+"""How far chances go up and down: 1.6 of the mean at night is four times 0.4 of it by day."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,17 @@ class Group:
     memory: Limit = None
     upload: Limit = None
     trace: Trace | None = field(default=None, repr=False)
+    power: float = 0.0
+    """Watts while it trains, as measured or stated; 0 where that is not known."""
+    energy: float = math.inf
+    """The most joules of a round; it needs the power."""
+    available: float = 1.0
+    """The mean share of rounds in which a device can be asked."""
+    rounds_per_day: int = 0
+    """Above 0, devices can be asked four times as often at night as by day."""
 
     def __post_init__(self) -> None:
+        self._check_phone()
         if not (math.isfinite(self.share) and self.share > 0):
             raise InvalidDevices(
                 f"group {self.name!r} has share {self.share}; expected a number above 0"
@@ -89,6 +101,30 @@ class Group:
             raise InvalidDevices(f"group {self.name!r}: {error}") from error
         if self.trace is not None and any(value is not None for value in limits.values()):
             raise InvalidDevices(f"group {self.name!r} has a trace and limits beside it; give one")
+
+    def _check_phone(self) -> None:
+        for key, good, wanted in (
+            ("power", 0 <= self.power < math.inf, "watts"),
+            ("energy", self.energy > 0, "joules above 0"),
+            ("available", 0 < self.available <= 1, "a share above 0 and at most 1"),
+            ("rounds_per_day", 0 <= self.rounds_per_day < math.inf, "a number of rounds"),
+        ):
+            if not good:
+                raise InvalidDevices(
+                    f"group {self.name!r} has {key} {getattr(self, key)}; expected {wanted}"
+                )
+        if self.energy < math.inf and not self.power:
+            raise InvalidDevices(
+                f"group {self.name!r} has energy {self.energy:g} J a round, but no power; give "
+                "also power, the watts that training takes"
+            )
+
+    def chance(self, round_index: int) -> float:
+        """The probability that a device can be asked in a round; most at the start of a day."""
+        if not self.rounds_per_day:
+            return self.available
+        hour = math.cos(2 * math.pi * round_index / self.rounds_per_day)
+        return min(1.0, self.available * (1 + _DAY * hour))
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +155,26 @@ class Devices:
                 limits[name] = float(rng.uniform(limit.low, limit.high))
         return Budget.parse(**limits, samples=samples)
 
-    def is_available(self, device: int, round_index: int) -> bool:
-        """Whether a device can be asked in a round at all; only a trace can say no."""
+    def least(self, device: int, rounds: int, samples: int | None = None) -> list[Budget]:
+        """What a device has at least in any of so many rounds.
+
+        Of a draw that is its lower end; of a trace all that it says, as one may have more time and
+        less memory in another round.
+        """
         group = self.groups[self.group_of[device]]
+        if group.trace is not None:
+            found = (_traced(group, device, index) for index in range(rounds))
+            return [*dict.fromkeys(replace(one, samples=samples) for one in found if one)]
+        limits = {name: getattr(group, name) for name in RESOURCES}
+        lower = {n: v.low if isinstance(v, Uniform) else v for n, v in limits.items()}
+        return [Budget.parse(**lower, samples=samples)]
+
+    def is_available(self, device: int, round_index: int) -> bool:
+        """Whether a device can be asked in a round at all."""
+        group = self.groups[self.group_of[device]]
+        chance = group.chance(round_index)
+        if chance < 1 and stream(self.seed, "available", round_index, device).random() >= chance:
+            return False
         return group.trace is None or _traced(group, device, round_index) is not None
 
 
@@ -142,6 +195,20 @@ PAPER_GROUPS = (
     Group("weak", time=1 / 3, memory=1 / 3, upload=Uniform(0.5, 1.0)),
 )
 """Three equally large groups, as in the paper's evaluation."""
+
+
+PHONES_2024 = tuple(
+    Group(name, share, time, memory, Uniform(*upload), None, power, 70.0, 0.25, 24)
+    for name, share, time, memory, upload, power in (
+        ("flagship", 0.25, 1.0, 1.0, (0.5, 1.0), 4.0),
+        ("upper", 0.25, 0.64, 0.67, (0.4, 1.0), 3.5),
+        ("middle", 0.3, 0.33, 0.5, (0.25, 0.8), 3.0),
+        ("entry", 0.2, 0.2, 0.33, (0.15, 0.6), 2.5),
+    )
+)
+"""Phones as they were sold in 2024; where each figure comes from is in ``docs/profiling.md``."""
+POPULATIONS = {"paper": PAPER_GROUPS, "phones-2024": PHONES_2024}
+"""Devices by name, for ``devices.groups``."""
 
 
 def limited_groups(limit: float) -> tuple[Group, ...]:
@@ -179,28 +246,31 @@ def make_devices(n_devices: int, groups: Sequence[Group], seed: int) -> Devices:
 def groups_from(tables: Sequence[Mapping[str, Any]]) -> list[Group]:
     """Groups from the tables of a TOML file.
 
-    >>> groups_from([{"name": "phones", "time": 0.5, "upload": {"uniform": [0.1, 0.3]}}])
-    [Group(name='phones', share=1.0, time=0.5, memory=None, upload=Uniform(low=0.1, high=0.3))]
+    >>> groups_from([{"name": "phones", "upload": {"uniform": [0.1, 0.3]}}])[0].upload
+    Uniform(low=0.1, high=0.3)
     """
     groups = []
     for i, table in enumerate(tables):
-        unknown = set(table) - {"name", "share", "trace", *RESOURCES}
+        unknown = set(table) - {"name", "share", "trace", *RESOURCES, *_NUMBERS}
         if unknown or "name" not in table:
             wrong = f"unknown {', '.join(sorted(unknown))}" if unknown else "no name"
             raise InvalidDevices(
-                f"device group {i}: {wrong}; expected name, share, and {', '.join(RESOURCES)} "
-                "or trace"
+                f"device group {i}: {wrong}; expected name, share, {', '.join(RESOURCES)} "
+                f"or trace, and {', '.join(_NUMBERS)}"
             )
         name, share = str(table["name"]), table.get("share", 1.0)
-        if not isinstance(share, int | float):
-            raise InvalidDevices(f"group {name!r}: share is {share!r}; expected a number")
+        numbers = {"share": share, **{key: table[key] for key in _NUMBERS if key in table}}
+        for key, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InvalidDevices(f"group {name!r}: {key} is {value!r}; expected a number")
         limits = {key: _limit(table[key], name, key) for key in RESOURCES if key in table}
         trace: Trace | None = None
         if "trace" in table:
             named = str(table["trace"])
             is_own = ":" in named and not os.path.exists(named)
             trace = import_function(named, InvalidDevices) if is_own else read_trace(Path(named))
-        groups.append(Group(name, float(share), trace=trace, **limits))
+        given: dict[str, Any] = {**limits, **numbers}
+        groups.append(Group(name, trace=trace, **given))
     return groups
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from cocofl.budget import Budget
 from cocofl.checks import check_number
 from cocofl.data import Partition
-from cocofl.fl.devices import Devices
+from cocofl.fl.devices import Devices, Group
 from cocofl.fl.training import Training
 from cocofl.rng import stream
 
@@ -30,6 +30,8 @@ class Situation:
     budget: Budget
     """Time as a fraction of full training on the device's *own* number of steps."""
     rng: np.random.Generator
+    steps: int = 1
+    """How many mini-batches its data comes to in a round."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class Faults:
     """
 
     jitter: float = 0.0
+    """Spreads durations: the σ of a log-normal factor."""
     dropout: float = 0.0
+    """The share of updates that get lost."""
 
     def __post_init__(self) -> None:
         check_number("faults.jitter", self.jitter, least=0)
@@ -74,11 +78,28 @@ class Federation:
     seed: int
     by_coin: bool = False
     """Whether each device's coin decides if it has its turn; ``per_round`` have it on average."""
+    step_s: float = 1.0
+    """What a step of full training takes a strong device."""
 
     @cached_property
     def mean_steps(self) -> int:
         """The steps of a device with the mean share of data."""
         return max(1, self.training.steps(round(float(self.partition.sizes.mean()))))
+
+    @property
+    def deadline_s(self) -> float:
+        """How long a round lasts at most."""
+        return self.mean_steps * self.step_s
+
+    def power(self, device: int) -> float:
+        """The watts of a device that trains; 0 where they are not known."""
+        return self._group(device).power
+
+    def active_share(self, device: int) -> float:
+        """How much of the time until the deadline a device's energy lasts."""
+        group = self._group(device)
+        full = group.power * self.deadline_s
+        return min(1.0, group.energy / full) if full else 1.0
 
     def coins(self, round_index: int) -> int | None:
         """How many devices have their turn by their coin; None where as many as wanted are asked.
@@ -91,31 +112,46 @@ class Federation:
         count = len(self.devices)
         return int(stream(self.seed, "coins", round_index).binomial(count, self.per_round / count))
 
-    def in_random_order(self, round_index: int, first: int | None = None) -> Iterator[int]:
+    def in_random_order(
+        self, round_index: int, first: int | None = None, moment: int | None = None
+    ) -> Iterator[int]:
         """All who have data and can be asked, in the order in which this round asks them.
 
-        With ``first`` only these of all, whether they can be asked or not.
+        With ``first`` only these of all, whether they can be asked or not. ``moment`` is the round
+        in which they can be asked, if it is not this one.
         """
+        when = round_index if moment is None else moment
         order = stream(self.seed, "sample", round_index).permutation(len(self.devices))[:first]
         sizes = self.partition.sizes
         return (
             device
             for device in order.tolist()
-            if sizes[device] > 0 and self.devices.is_available(device, round_index)
+            if sizes[device] > 0 and self.devices.is_available(device, when)
         )
 
     def situation(self, device: int, round_index: int) -> Situation:
         """What a device has in a round."""
         steps = self.training.steps(len(self.partition[device]))
-        load = steps / self.mean_steps
         budget = self.devices.budget(device, round_index, samples=steps * self.training.batch)
-        return Situation(
-            device,
-            round_index,
-            replace(budget, time=budget.time / load),
-            stream(self.seed, "select", round_index, device),
-        )
+        rng = stream(self.seed, "select", round_index, device)
+        budget = self._for_steps(device, budget, steps)
+        return Situation(device, round_index, budget, rng, steps)
+
+    def _for_steps(self, device: int, budget: Budget, steps: int) -> Budget:
+        """A budget with its time as a fraction of so many steps, while the device is active."""
+        active, load = self.active_share(device), steps / self.mean_steps
+        return replace(budget, time=budget.time * active / load, time_s=budget.time_s * active)
+
+    def least_budgets(self, rounds: int) -> Iterator[Budget]:
+        """What devices with data have at least in any of so many rounds."""
+        for device in np.flatnonzero(self.partition.sizes).tolist():
+            steps = self.training.steps(len(self.partition[device]))
+            for budget in self.devices.least(device, rounds, steps * self.training.batch):
+                yield self._for_steps(device, budget, steps)
 
     def group_name(self, device: int) -> str:
         """The name of a device's group."""
-        return self.devices.groups[int(self.devices.group_of[device])].name
+        return self._group(device).name
+
+    def _group(self, device: int) -> Group:
+        return self.devices.groups[int(self.devices.group_of[device])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cocofl.errors import InvalidExperiment
+from cocofl.fl.changes import sent_pieces
 from cocofl.fl.robust import MergedByRules
 from cocofl.fl.rules import Rules
 from cocofl.fl.state import Contribution, Part, ServerState, Tensors
@@ -28,6 +30,9 @@ class Accumulator(Protocol):
 
 class Merge(ABC):
     """How a server makes the next state of the last one and of what devices sent. A value."""
+
+    moves_everything: ClassVar[bool] = False
+    """Whether it also moves what nobody trained, as noise does that hides who came."""
 
     @abstractmethod
     def begin(self, state: ServerState, round_index: int) -> Accumulator:
@@ -96,6 +101,7 @@ class _MeanSoFar:
         """Of changes where everyone votes, else of values."""
         self._weights: Tensors = {}
         """Of values, by element."""
+        self._types: dict[str, torch.dtype] = {}
 
     def add(self, contribution: Contribution) -> None:
         self._samples += contribution.samples
@@ -108,17 +114,29 @@ class _MeanSoFar:
         is_change = self._over_everyone and not part.measured
         if name not in self._totals:
             whole = part.values if part.place is None else old[name]
+            self._types[name] = old[name].dtype if name in old else part.values.dtype
             self._totals[name] = torch.zeros_like(whole, dtype=torch.float64)
             if not is_change:
                 self._weights[name] = torch.zeros_like(self._totals[name])
         place = ... if part.place is None else part.place
-        votes = samples if part.votes is None else part.votes * samples
+        voting = part.votes if is_change else self._of_trained_blocks(part)
+        votes = samples if voting is None else voting * samples
         values = part.values.double()
         if is_change:
             self._totals[name][place] += (values - old[name][place].double()) * votes
         else:
             self._totals[name][place] += values * votes
             self._weights[name][place] += votes
+
+    def _of_trained_blocks(self, part: Part) -> Tensor | None:
+        """Whose votes count: a row has all blocks, and a device trained some of them."""
+        sent = list(sent_pieces(self._state, part))
+        if part.measured or len(sent) == len(self._state.layout.pieces(part.name)):
+            return part.votes
+        trained = torch.zeros_like(part.values, dtype=torch.float64)
+        for piece in sent:
+            trained[piece.where] = 1.0
+        return trained if part.votes is None else trained * part.votes
 
     def finish(self) -> ServerState:
         old, merged = self._state.parts, dict(self._state.parts)
@@ -129,7 +147,7 @@ class _MeanSoFar:
                 mean = total / weight  # NaN where nobody sent anything
                 if name in old:
                     mean = torch.where(weight > 0, mean, old[name].double())
-            merged[name] = mean.to(old[name].dtype if name in old else torch.float32)
+            merged[name] = mean.to(self._types[name])
         return replace(self._state, parts=merged)
 
 
@@ -137,12 +155,13 @@ class ServerOptimizer(Merge):
     """Lets the server take a step of its own towards what devices agreed on.
 
     A subclass says how one tensor of parameters moves, element by element. What it writes into
-    ``memory`` it finds there again in the next round, also after an interruption.
+    ``memory`` it finds there again in the next round, also after an interruption. What no device
+    trained in a round stays as it is, and so does its memory.
     """
 
     remembers: ClassVar[tuple[str, ...]] = ()
     """The names of its memories; each begins with zeros."""
-    merge: ClassVar[Merge] = Mean()
+    merge: Merge = Mean()
     """What devices agreed on."""
 
     @abstractmethod
@@ -151,40 +170,48 @@ class ServerOptimizer(Merge):
 
     def begin(self, state: ServerState, round_index: int) -> Accumulator:
         """A round begins."""
-        return _Optimized(self, self.merge).begin(state, round_index)
+        return _ThenMove(self, state, round_index)
+
+    def over(self, merge: Merge) -> ServerOptimizer:
+        """The same step, towards what devices agree on by another merge."""
+        found = copy.copy(self)
+        object.__setattr__(found, "merge", merge)
+        return found
 
     def with_rules(self, rules: Rules) -> Merge:
         """The same step, towards what devices agree on by rules."""
-        return _Optimized(self, self.merge.with_rules(rules))
-
-
-@dataclass(frozen=True)
-class _Optimized(Merge):
-    optimizer: ServerOptimizer
-    merge: Merge
-
-    def begin(self, state: ServerState, round_index: int) -> Accumulator:
-        return _ThenMove(self.optimizer, self.merge, state, round_index)
+        return self.over(self.merge.with_rules(rules))
 
 
 class _ThenMove:
-    def __init__(
-        self, optimizer: ServerOptimizer, merge: Merge, state: ServerState, round_index: int
-    ) -> None:
+    def __init__(self, optimizer: ServerOptimizer, state: ServerState, round_index: int) -> None:
         self._optimizer, self._old, self._round_index = optimizer, state, round_index
-        self._inner = merge.begin(state, round_index)
-        self.add = self._inner.add
+        self._inner = optimizer.merge.begin(state, round_index)
+        everything = optimizer.merge.moves_everything
+        make = torch.ones_like if everything else torch.zeros_like
+        self._trained = {name: make(state.parts[name], dtype=torch.bool) for name in state.learned}
+        """By element, whether a device trained it."""
+
+    def add(self, contribution: Contribution) -> None:
+        self._inner.add(contribution)
+        layout = self._old.layout
+        for part in layout.parts_of(contribution):
+            if part.name in self._trained:
+                place = ... if part.place is None else part.place
+                self._trained[part.name][place] |= layout.trained(part)
 
     def finish(self) -> ServerState:
         merged, optimizer = self._inner.finish(), self._optimizer
         parts, kept = dict(merged.parts), {name: Tensors() for name in optimizer.remembers}
         for part in merged.learned:
-            old = self._old.parts[part]
-            memory = {
+            old, trained = self._old.parts[part], self._trained[part]
+            before = {
                 name: self._old.memory.get(name, {}).get(part, torch.zeros_like(old))
                 for name in optimizer.remembers
             }
-            parts[part] = optimizer.move(old, merged.parts[part], memory, self._round_index)
+            memory = dict(before)
+            moved = optimizer.move(old, merged.parts[part], memory, self._round_index)
+            parts[part] = torch.where(trained, moved, old)
             for name in optimizer.remembers:
-                kept[name][part] = memory[name]
+                kept[name][part] = torch.where(trained, memory[name], before[name])
         return replace(merged, parts=parts, memory={**merged.memory, **kept})

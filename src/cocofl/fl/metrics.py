@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -36,7 +36,9 @@ class Evaluation:
     """The section ``[evaluation]`` of an experiment."""
 
     every: int = 5
+    """Rounds; the last one is always tested."""
     batch: int = 256
+    """Samples per test batch."""
     statistics: str = "running"
     """BatchNorm's: those that training left (``running``), or those of each test ``batch``."""
     metrics: tuple[str, ...] = ("accuracy", "f1")
@@ -44,13 +46,21 @@ class Evaluation:
 
     By the first runs are compared, learning rates chosen and curves drawn.
     """
+    average: int = 0
+    """Over about how many rounds a mean of the model is kept, and tested beside it; 0 for none."""
 
     def __post_init__(self) -> None:
         check_number("evaluation.every", self.every, least=1)
         check_number("evaluation.batch", self.batch, least=1)
+        check_number("evaluation.average", self.average, least=0)
         check_choice("evaluation.statistics", self.statistics, STATISTICS)
         if not self.metrics:
             raise InvalidExperiment("evaluation.metrics is empty; name at least one, like accuracy")
+
+    def with_fewer_rounds(self, times: int) -> Evaluation:
+        """The same for a run that has so many times fewer rounds."""
+        average = -(-self.average // times)  # a mean that is wanted stays one
+        return replace(self, every=max(1, self.every // times), average=average)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,17 @@
 
 DP-FedAvg (McMahan et al., 2018). Whoever sees the model after every round can hardly tell whether
 a device's data was among those that made it. How that reads as ε is in
-:mod:`cocofl.accounting`; what it means and what it does not cover, in ``docs/privacy.md``.
+:mod:`cocofl.accounting`; what it means and what it does not cover, in ``docs/guides/privacy.md``.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from cocofl.checks import check_choice, check_number
 from cocofl.errors import InvalidExperiment
 from cocofl.fl.merge import Accumulator, Mean, Merge, ServerOptimizer
 from cocofl.fl.state import Contribution, ServerState, Tensors, is_scale
-from cocofl.fl.trainer import norms_of, parameter_keys
+from cocofl.fl.trainer import Trainer, norms_of, parameter_keys
 from cocofl.rng import stream
 
 _VARIANCE, _STATISTICS = "running_var", ("running_mean", "running_var")
@@ -140,6 +139,16 @@ class Bounds:
             {key: one for key, one in first.items() if key != one},
         )
 
+    @classmethod
+    def of_trainer(cls, trainer: Trainer, privacy: Privacy) -> Bounds:
+        """Of what devices train: a network, or adapters beside one that nobody changes."""
+        chain = trainer.chain()
+        if chain.learned is None:
+            return cls.of(trainer.model(), privacy)
+        own = chain.state_dict()
+        shapes = {key: tuple(own[key].shape) for keys in chain.learned for key in keys}
+        return cls(privacy, shapes, frozenset(shapes))
+
     def clip(self, *, learned: bool) -> float:
         """The largest norm of a device's change of parameters, or of statistics."""
         return self.privacy.clip if learned else self.privacy.statistics_clip
@@ -202,6 +211,8 @@ class PrivateMean(Merge):
     >>> [round(x, 1) for x in merge(ServerState({"a": torch.zeros(2)}), sent).tensors["a"].tolist()]
     [0.3, 0.4]
     """
+
+    moves_everything: ClassVar[bool] = True
 
     bounds: Bounds
     devices: int
@@ -282,9 +293,7 @@ def privately(merge: Merge, mean: PrivateMean) -> Merge:
     if type(merge) is Mean and merge.rules is None:
         return mean
     if isinstance(merge, ServerOptimizer) and type(merge).begin is ServerOptimizer.begin:
-        found = copy.copy(merge)
-        object.__setattr__(found, "merge", privately(merge.merge, mean))
-        return found
+        return merge.over(privately(merge.merge, mean))
     raise InvalidExperiment(
         f"privacy is on, but the strategy merges by {type(merge).__name__}, and nobody knows how "
         "far one device can move what that makes; expected Mean, or a ServerOptimizer on top of it"

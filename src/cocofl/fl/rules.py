@@ -163,6 +163,8 @@ def capped(weights: Sequence[float], share: float) -> list[float]:
     >>> capped([1, 2, 3], 0.0)
     [1.0, 1.0, 1.0]
     """
+    if max(weights) <= share * sum(weights):
+        return [float(weight) for weight in weights]
     if share * len(weights) <= 1:
         return [1.0] * len(weights)
     largest = sorted(weights, reverse=True)
@@ -240,7 +242,7 @@ class Merging:
 
 
 DEPLOYED = Merging(("norm-fade",), share=0.0, agreement=0.5)
-"""What a deployment does if nothing else is said; ``docs/robust-merging.md`` says why."""
+"""What a deployment does if nothing else is said; ``docs/guides/robust-merging.md`` says why."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ ablation, and one's own is ``package.module:function``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from cocofl.checks import check_choice
 from cocofl.errors import InvalidSetting, NoFeasibleSpan
 from cocofl.named import lookup
 from cocofl.profiling.table import Configuration, ProfileTable
-from cocofl.span import Blocks, Span
+from cocofl.span import Blocks
 
 OVER = ("maximal", "all")
 
@@ -30,7 +30,8 @@ It is told a generator that belongs to the device and the round, and the round, 
 
 _RESOURCES = ("time", "memory", "upload")
 # Fractions come from divisions: what a strong device needs must not fail by a rounding error.
-_SLACK = 1e-9
+SLACK = 1e-9
+_STEPS = 200
 
 
 def feasible(table: ProfileTable, budget: Budget) -> list[Blocks]:
@@ -51,6 +52,7 @@ def feasible_widths(table: ProfileTable, budget: Budget) -> list[float]:
 def maximal(configurations: Iterable[Blocks]) -> list[Blocks]:
     """Those that are no proper part of another one, in order.
 
+    >>> from cocofl import Span
     >>> [str(span) for span in maximal([Span(0, 2), Span(1, 2), Span(1, 4), Span(5, 6)])]
     ['0:2', '1:4', '5:6']
     """
@@ -88,8 +90,8 @@ def select(
     fitting = feasible(table, budget)
     if not fitting:
         raise nothing_fits(table, budget)
-    if (everything := Span(0, table.n_blocks)) in fitting:
-        return everything
+    if table.everything in fitting:
+        return table.everything
     offered = maximal(fitting) if over == "maximal" else fitting
     chosen = choose(offered, rng, round_index)
     if chosen not in offered:
@@ -124,12 +126,52 @@ def nothing_fits(table: ProfileTable, budget: Budget) -> NoFeasibleSpan:
     )
 
 
+def fits(needs: Sequence[float] | NDArray[np.float64], limits: Sequence[float]) -> bool:
+    """Whether time, memory and upload are within limits."""
+    return all(need <= limit * (1 + SLACK) for need, limit in zip(needs, limits, strict=True))
+
+
 def _fits(table: ProfileTable, budget: Budget) -> NDArray[np.bool_]:
-    time, memory, upload = (limit * (1 + _SLACK) for limit in table.limits(budget))
-    fits: NDArray[np.bool_] = (
+    time, memory, upload = (limit * (1 + SLACK) for limit in table.limits(budget))
+    found: NDArray[np.bool_] = (
         (table.time <= time) & (table.memory <= memory) & (table.upload <= upload)
     )
-    return fits
+    return found
+
+
+def by_shares(
+    evenness: float, offered: Sequence[Blocks], rng: np.random.Generator, _round: int
+) -> Blocks:
+    """One of them, drawn by the shares that train blocks evenly."""
+    ends = np.cumsum(even_shares(tuple(offered), evenness))
+    return offered[int(np.searchsorted(ends, rng.random() * ends[-1], side="right"))]
+
+
+@lru_cache(maxsize=4096)
+def even_shares(offered: tuple[Blocks, ...], evenness: float) -> tuple[float, ...]:
+    """How often to train each of several configurations, so that blocks have about equal turns.
+
+    With c the share of rounds in which a block is trained, the sum over blocks of log c is made as
+    large as it can be (``evenness`` 1), or else that of c^(1 − evenness) as small as it can be: the
+    larger, the more the block counts that is trained least. It goes by what is offered alone, so
+    every device finds its shares by itself. Found by the multiplicative algorithm for optimal
+    designs (Silvey, Titterington and Torsney, 1978), which gets better with every step.
+
+    >>> from cocofl.span import Span
+    >>> two = (Span(0, 1), Span(1, 4))
+    >>> [round(share, 3) for share in even_shares(two, 1.0)]
+    [0.25, 0.75]
+    >>> [round(share, 3) for share in even_shares(two, 4.0)]
+    [0.432, 0.568]
+    """
+    blocks = sorted({block for one in offered for block in one})
+    trains = np.array([[block in one for one in offered] for block in blocks], dtype=float)
+    shares = np.full(len(offered), 1 / len(offered))
+    for _ in range(_STEPS):
+        gains = trains.T @ (trains @ shares) ** -evenness
+        shares *= gains ** (1 / evenness)
+        shares /= shares.sum()
+    return tuple(shares.tolist())
 
 
 SELECTORS: dict[str, Selector] = {
@@ -138,4 +180,8 @@ SELECTORS: dict[str, Selector] = {
     "max": lambda offered, _rng, _round: max(offered, key=len),
     "min": lambda offered, _rng, _round: min(offered, key=len),
     "round-robin": lambda offered, _rng, round_index: offered[round_index % len(offered)],
+    # Blocks that few candidates have get their turn nearly as often as others,
+    "coverage": partial(by_shares, 4.0),
+    # or in proportion to what they cost others, which trains more blocks in all.
+    "proportional": partial(by_shares, 1.0),
 }

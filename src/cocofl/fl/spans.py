@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,24 @@ from cocofl.vector import DeviceWork
 
 @dataclass(frozen=True)
 class SpanWork:
-    """Train ``blocks``; freeze the others as ``variant`` says; descend as ``rule`` says, if any."""
+    """Train ``blocks``; freeze the others as ``variant`` says; descend as ``rule`` says, if any.
+
+    ``steps`` is how many mini-batches it trains on, if not all.
+    """
 
     blocks: Blocks
     variant: str = "qff"
     rule: LocalRule | None = None
+    lr_factor: float = 1.0
+    """By what the round's learning rate is multiplied."""
+    steps: int | None = None
 
     def __str__(self) -> str:
         return str(self.blocks)
 
     def train(self, trainer: Trainer, task: Task, state: ServerState) -> Contribution:
         """One device's local training; it sends the trained blocks only."""
+        task = replace(task, lr=self.lr_factor * task.lr)
         net = freeze(
             trainer.chain(),
             self.blocks,
@@ -48,13 +55,13 @@ class SpanWork:
         }
         ruled = None if self.rule is None else RuleAtWork(self.rule, named, task, state)
         losses = self._losses(net, trainer, task)
-        correct = None if ruled is None else ruled.correct
-        loss = trainer.training.descend(named.values(), losses, task.lr, correct)
+        hooks = () if ruled is None else (ruled.correct, ruled.settle)
+        loss = trainer.training.descend(named.values(), losses, task.lr, *hooks)
         sent, samples = net.update().tensors, len(task.indices)
         if ruled is None:
             return Contribution(sent, samples, loss)
         kept = len(ruled.rule.device_memory) * sum(p.nbytes for p in named.values())
-        size = kept + sum(t.nbytes for t in sent.values())
+        size = kept + sum(t.nbytes for t in sent.values()) - ruled.unsent_bytes
         return Contribution(sent, samples, loss, memory=ruled.remembered(), sent_bytes=size)
 
     def _losses(self, net: FrozenNet, trainer: Trainer, task: Task) -> Iterator[Tensor]:
@@ -67,7 +74,8 @@ class SpanWork:
     def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
         """Every cohort can do this."""
         del networks
-        return StackedWork(DeviceWork(self.blocks, self.variant, task.lr, rule=self.rule))
+        lr = self.lr_factor * task.lr
+        return StackedWork(DeviceWork(self.blocks, self.variant, lr, rule=self.rule))
 
 
 class RuleAtWork:
@@ -81,13 +89,31 @@ class RuleAtWork:
         server = {name: state.memory.get(name, {}) for name in rule.server_memory}
         device = {name: task.memory.get(name, {}) for name in rule.device_memory}
         self._server, self._device = server, device
+        self._stays: Tensors = {}
+        for key, parameter in named.items():
+            stays = rule.stays(self._step(key, torch.zeros_like(parameter)))
+            if stays is not None:
+                self._stays[key] = stays.expand_as(parameter)
 
     def correct(self) -> None:
         """Put right the gradients of a step that is about to be taken."""
         for key, parameter in self._named.items():
             if parameter.grad is not None:
                 parameter.grad = self.rule.correct(self._step(key, parameter.grad))
+                if key in self._stays:  # it is not to count where gradients are clipped
+                    parameter.grad = parameter.grad.masked_fill(self._stays[key], 0.0)
         self._steps += 1
+
+    def settle(self) -> None:
+        """Put back what is to stay: weight decay and momentum have moved it."""
+        for key, stays in self._stays.items():
+            self._named[key].data[stays] = self._start[key][stays]
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What need not be sent, as the server has it."""
+        sizes = (self._named[k].element_size() * int(m.sum()) for k, m in self._stays.items())
+        return sum(sizes)
 
     def remembered(self) -> dict[str, Tensors]:
         """What the device remembers from now on."""
@@ -96,6 +122,8 @@ class RuleAtWork:
             end = self._step(key, torch.zeros_like(parameter))
             for name, value in self.rule.remember(end).items():
                 kept[name][key] = value.detach()
+                if key in self._stays:
+                    kept[name][key] = value.detach().where(~self._stays[key], end.device[name])
         # What it knows of blocks that it did not train now stays.
         return {name: {**self._device[name], **own} for name, own in kept.items()}
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from cocofl.fl.state import (
 )
 from cocofl.fl.trainer import Task, Trainer, scaled_layers
 from cocofl.models import MODELS
+from cocofl.models.widths import places
 from cocofl.span import Blocks, Span
 from cocofl.vector import WHOLE, Cohort, DeviceWork, Program, Rows, Segments, factor_row, narrows
 
@@ -36,6 +37,13 @@ PARAMETERS, STATISTICS, SCALES = "parameters", "statistics", "scales"
 _SCALE_BYTES = 4
 # The keys of norm statistics that belong to a narrower network: widths.0.4.layer1.norm.running_var
 _WIDTH_KEY = re.compile(r"widths\.(0\.\d+|\d+e-\d+)\.(.+)")
+
+
+class Window(NamedTuple):
+    """Channels of the full network: those of a width, from the channel ``roll`` on."""
+
+    width: float
+    roll: int
 
 
 class NotStacked(Exception):
@@ -53,6 +61,8 @@ class StackedWork:
     """Else norm statistics are measured, and nothing is trained."""
     sends_statistics: bool = False
     """Whether it sends statistics of every level that it was at."""
+    window: Window | None = None
+    """Where its level's channels lie, if they are not the leading ones."""
 
     def schedule(self, steps: int) -> list[int]:
         """The level of each of so many steps."""
@@ -70,7 +80,12 @@ def stacked(networks: StackedNetworks, task: Task) -> StackedWork:
     if "stacked" not in vars(kind):
         raise NotStacked(f"{kind.__name__} has no method `stacked` of its own")
     found: StackedWork = task.work.stacked(networks, task)  # type: ignore[attr-defined]
-    return found
+    margins = networks.trainer.margins(task)
+    if margins is None:
+        return found
+    if not networks.gives_scores:
+        raise NotStacked("calibrated losses need a network that returns scores of classes")
+    return replace(found, device=found.device._replace(margins=tuple(margins.tolist())))
 
 
 class StackedNetworks:
@@ -164,6 +179,8 @@ class StackedLayout(Layout):
         self._fresh_statistics = cache(partial(self._statistics_row, tensors={}))
         self._places_of_level = cache(lambda level: networks.has(level).double().to(on))
         self._bytes, self._pieces = cache(self._bytes_of), cache(self._pieces_of)
+        self._row_blocks = cache(lambda kind: self._slots[kind].blocks().to(on))
+        self._orders = lru_cache(maxsize=16)(self._orders_of)
 
     def is_learned(self, name: str) -> bool:
         """One row holds all parameters."""
@@ -238,11 +255,29 @@ class StackedLayout(Layout):
 
     # What a cohort needs of states
 
-    def rows(self, parts: Mapping[str, Tensor]) -> Rows:
-        """A state as a cohort takes it."""
+    def rows(self, parts: Mapping[str, Tensor], window: Window | None = None) -> Rows:
+        """A state as a cohort takes it.
+
+        With a window its channels come first, so that levels, which have the leading ones, hold it.
+        """
         scales = parts[SCALES] if SCALES in parts else self._scale_row({})
-        found = parts[PARAMETERS], parts.get(STATISTICS, self._like), scales
-        return Rows(*(row[None] for row in found))
+        found = [parts[PARAMETERS], parts.get(STATISTICS, self._like)]
+        if window is not None:
+            orders = self._orders(window)
+            found = [row[order] for row, order in zip(found, orders, strict=True)]
+        return Rows(*(row[None] for row in (*found, scales)))
+
+    def _orders_of(self, window: Window) -> list[Tensor]:
+        """By place of a row of parameters and of statistics, which of the state's comes there."""
+        full, narrow = self._trainer.model(), self._trainer.model(window.width)
+        where = places(full, narrow, window.roll, whole=True)
+        return [slots.order(where).to(self._like.device) for slots in self._slots.values()]
+
+    def _put_back(self, parameters: Tensor, window: Window | None) -> Tensor:
+        """A row of parameters, or of votes on them, with channels where the state has them."""
+        if window is None:
+            return parameters
+        return torch.empty_like(parameters).index_copy_(0, self._orders(window)[0], parameters)
 
     def known_scales(self, parts: Mapping[str, Tensor]) -> frozenset[str]:
         """The scales that somebody has measured."""
@@ -263,7 +298,8 @@ class StackedLayout(Layout):
         if contribution.stacked is not None:
             yield from contribution.stacked
             return
-        places, sent = self._trainer.places(contribution.width), contribution.tensors
+        sent = contribution.tensors
+        places = self._trainer.places(contribution.width, contribution.roll)
         for kind, slots in self._slots.items():
             own = {key: sent[key] for key in slots.by_key if key in sent}
             votes = {key: votes_of_rows(t, contribution.rows.get(key)) for key, t in own.items()}
@@ -275,11 +311,21 @@ class StackedLayout(Layout):
         for name, row in self.from_keys(rest).items():
             yield _measured(name, row)
 
+    def trained(self, part: Part) -> Tensor:
+        """A row holds the blocks that a device did not train, too."""
+        found = super().trained(part)
+        if part.blocks is None:
+            return found
+        is_trained = torch.tensor([block in part.blocks for block in self.networks.everything])
+        blocks = self._row_blocks(part.name)
+        return found & is_trained.to(blocks.device)[blocks]
+
     def sent(self, work: StackedWork, task: Task, trained: Trained) -> Contribution:
         """What a device of a cohort sends; its tensors are made when someone looks at them."""
         device, blocks, widths = work.device, work.device.blocks, self.networks.widths
         is_whole = device.level is None
         width = 1.0 if device.level is None else widths[device.level]
+        roll = 0 if work.window is None else work.window.roll
         rows = {}
         if device.classes is not None:
             rows = dict.fromkeys(classifier_keys(self._trainer), np.array(device.classes))
@@ -290,8 +336,11 @@ class StackedLayout(Layout):
         size += len(memory) * self._bytes(PARAMETERS, width, blocks)
         if work.sends_parameters:
             votes = None if device.level is None else self._votes(device.level, rows)
+            parameters = self._put_back(parameters, work.window)
+            votes = votes if votes is None else self._put_back(votes, work.window)
             parts.append(Part(PARAMETERS, parameters, votes=votes, blocks=blocks))
             size += self._bytes(PARAMETERS, width, blocks)
+            size -= trained.n_staying * self._like.element_size()
             constants = self._constants if is_whole else {}
         if is_whole and self._slots[STATISTICS].size:
             parts.append(Part(STATISTICS, statistics, blocks=blocks))
@@ -303,7 +352,7 @@ class StackedLayout(Layout):
 
         def tensors() -> Tensors:
             own = {part.name: part.values for part in parts} | {SCALES: scales}
-            places, learned = self._trainer.places(width), self._slots[PARAMETERS].by_key
+            places, learned = self._trainer.places(width, roll), self._slots[PARAMETERS].by_key
             return {
                 key: tensor[places[key] if key in learned else ...].cpu().clone()
                 for key, tensor in (self.by_key(own) | constants).items()
@@ -321,6 +370,7 @@ class StackedLayout(Layout):
             sent_bytes=size,
             stacked=tuple(parts),
             known_finite=trained.sound,
+            roll=roll,
         )
 
     def _votes(self, level: int, rows: Mapping[str, Ints]) -> Tensor:
@@ -348,6 +398,8 @@ class Trained(NamedTuple):
     sound: bool
     """Whether all numbers are finite."""
     n_scales: int
+    n_staying: int = 0
+    """How many parameters are as the server has them, and are not sent."""
 
     def clone(self) -> Trained:
         """A copy, which stays when the cohort trains again."""

@@ -18,10 +18,12 @@ from cocofl.span import Blocks
 Tensors = dict[str, Tensor]
 Memory = Mapping[str, Tensors]
 """By the name that a strategy gave it: tensors, named as the parts of a state are."""
-Places = Callable[[float], Mapping[str, Place]]
-"""By width, where the tensors of a network that narrow lie in those of the full one."""
+Places = Callable[[float, int], Mapping[str, Place]]
+"""By width and roll, where the tensors of a network that narrow lie in those of the full one."""
 
 SCALE_PREFIX, MEMORY_PREFIX, DEVICE_PREFIX = "scales.", "memory.", "devices."
+ON_THE_WAY_PREFIX = "on_the_way."
+"""In a checkpoint, updates that have not arrived yet; they are no part of a state."""
 
 
 class Part(NamedTuple):
@@ -78,6 +80,8 @@ class Contribution:
     """The tensors as rows, where a cohort has them so."""
     known_finite: bool | None = None
     """Whether all tensors are finite, where somebody has looked already."""
+    roll: int = 0
+    """The channel of the full network at which a narrower one's window begins."""
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +111,12 @@ class Layout(Protocol):
     def parts_of(self, contribution: Contribution) -> Iterator[Part]:
         """What a device sent, beside the parts of a state."""
 
+    def trained(self, part: Part) -> Tensor:
+        """By element of a part that a device sent, whether the device trained it."""
+        return (
+            torch.ones_like(part.values, dtype=torch.bool) if part.votes is None else part.votes > 0
+        )
+
     def is_learned(self, name: str) -> bool:
         """Whether a part holds parameters, rather than statistics or scales."""
 
@@ -124,7 +134,7 @@ class Layout(Protocol):
 class KeyLayout(Layout):
     """Each tensor under its key, in the memory of the CPU."""
 
-    places: Places = lambda _width: {}
+    places: Places = lambda _width, _roll: {}
     learned: frozenset[str] | None = None
     """The keys of parameters; None where all but scales are."""
     block_of: Mapping[str, int] = field(default_factory=dict)
@@ -141,7 +151,7 @@ class KeyLayout(Layout):
     def parts_of(self, contribution: Contribution) -> Iterator[Part]:
         """Tensor by tensor."""
         is_whole = contribution.width == 1.0
-        places = {} if is_whole else self.places(contribution.width)
+        places = {} if is_whole else self.places(contribution.width, contribution.roll)
         for key, tensor in contribution.tensors.items():
             place, rows = places.get(key), contribution.rows.get(key)
             votes = None if rows is None else votes_of_rows(tensor, rows)
@@ -241,6 +251,6 @@ class ServerState:
             elif slash and key.startswith(DEVICE_PREFIX) and number.isdecimal():
                 kept = devices.setdefault(int(number), {})
                 kept.setdefault(of_device, {})[own_key] = tensor
-            else:
+            elif not key.startswith(ON_THE_WAY_PREFIX):
                 tensors[key] = tensor
         return cls(tensors, memory=memory, devices=devices)

@@ -7,13 +7,15 @@ of task and state alone, so it does not matter which process trains which device
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -21,11 +23,11 @@ from cocofl.chain import BlockChain, split
 from cocofl.data import Samples
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints, mini_batches, tensors
-from cocofl.fl.codec import codec, transmitted
+from cocofl.fl.codec import Upload, transmitted
 from cocofl.fl.metrics import Sums, Tally
 from cocofl.fl.state import Contribution, KeyLayout, Memory, ServerState
-from cocofl.fl.training import Training
-from cocofl.freeze import FrozenNet, KernelPlan, freeze
+from cocofl.fl.training import Training, calibrated
+from cocofl.freeze import AdaptedChain, FrozenNet, KernelPlan, freeze
 from cocofl.models.widths import Place, places
 from cocofl.profiling.subject import Inputs, Subject
 from cocofl.rng import stream
@@ -35,8 +37,9 @@ from cocofl.span import Span
 class Work(Protocol):
     """What a device does in a round. Works are values: they travel to worker processes.
 
-    One that many devices can do as a single computation has a method ``stacked(networks, task)``,
-    too: it returns a :class:`cocofl.fl.stacked.StackedWork`.
+    One that stops before its device's mini-batches end has an attribute ``steps``. One that many
+    devices can do as a single computation has a method ``stacked(networks, task)``, too: it
+    returns a :class:`cocofl.fl.stacked.StackedWork`.
     """
 
     def train(self, trainer: Trainer, task: Task, state: ServerState) -> Contribution:
@@ -56,6 +59,13 @@ class Task:
     lr: float
     memory: Memory = field(default_factory=dict)
     """What the device remembers of earlier rounds."""
+    moment: int = 0
+    """The round whose budget it was planned with."""
+
+    @property
+    def steps(self) -> int | None:
+        """How many mini-batches it trains on; None for all."""
+        return getattr(self.work, "steps", None)
 
     def rng(self, purpose: str) -> np.random.Generator:
         """Randomness of this device in this round."""
@@ -72,7 +82,7 @@ class TrainerSpec:
     test: Samples
     backend: str = "auto"
     metrics: tuple[str, ...] = ("accuracy", "f1")
-    codec: str = "identity"
+    upload: Upload = field(default_factory=Upload)
 
 
 class Trainer:
@@ -82,12 +92,13 @@ class Trainer:
         self.spec, self.training = spec, spec.training
         self.kernels = KernelPlan() if kernels is None else kernels
         self.loss = self.training.loss_function()
-        self.codec = codec(spec.codec)
+        self.codec = spec.upload.made()
         self.tally = Tally(spec.metrics, spec.test.facts.num_classes)
         self._build = cache(self._build_at)
         self.chain = cache(self._chain_at)
         self.scaled_chain = cache(self._scaled_chain_at)
-        self.places = cache(self._places_of)
+        # A window that rolls lies elsewhere in every round: only the last ones are kept.
+        self.places = lru_cache(maxsize=64)(self._places_of)
 
     def model(self, width: float = 1.0) -> nn.Module:
         """The plain network at a width; not to be changed."""
@@ -99,7 +110,8 @@ class Trainer:
     def _chain_at(self, width: float = 1.0) -> BlockChain:
         """The network at a width as a chain."""
         model, inputs = self._build(width)
-        return model if isinstance(model, BlockChain) else split(model, inputs)
+        chain = model if isinstance(model, BlockChain) else split(model, inputs)
+        return self.spec.subject.adapted(chain)
 
     def _scaled_chain_at(self, width: float) -> BlockChain:
         """The network at a width, its narrowed layers divided by the width while they train."""
@@ -108,34 +120,63 @@ class Trainer:
             model.get_submodule(name).register_forward_hook(partial(_divide, width=width))
         return split(model, inputs)
 
-    def _places_of(self, width: float, within: float = 1.0) -> dict[str, Place]:
+    def _places_of(self, width: float, roll: int = 0, within: float = 1.0) -> dict[str, Place]:
         """Where the tensors of the network at ``width`` lie in those of a wider one."""
-        return places(self.model(within), self.model(width))
+        return places(self.model(within), self.model(width), roll)
 
     def server_state(self, tensors: Mapping[str, Tensor]) -> ServerState:
         """A state of this network, in the memory of the CPU."""
         blocks = enumerate(self.chain().blocks)
         block_of = {key: index for index, block in blocks for key in block.state_dict()}
-        layout = KeyLayout(self.places, frozenset(parameter_keys(self.model())), block_of)
+        layout = KeyLayout(self.places, self.learned, block_of)
         return ServerState.from_flat(tensors).placed(layout)
+
+    @property
+    def learned(self) -> frozenset[str]:
+        """The keys of what can learn: all parameters, or adapters and the head."""
+        by_block = self.chain().learned
+        if by_block is None:
+            return frozenset(parameter_keys(self.model()))
+        return frozenset(key for own in by_block for key in own)
+
+    def merged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A state under the model's own keys: adapters, if any, are a part of their weights."""
+        chain = self.chain()
+        return chain.merged(tensors) if isinstance(chain, AdaptedChain) else tensors
 
     def train(self, task: Task, state: ServerState) -> Contribution:
         """Carry out a task."""
         # Dropout draws from PyTorch's global generator: make that the device's own.
         torch.manual_seed(int(task.rng("dropout").integers(2**63)))
         try:
-            sent = replace(task.work.train(self, task, state), device=task.device)
+            sent = replace(task.work.train(self._for(task), task, state), device=task.device)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise one_sample_refused(task.device) from error
         return self.transmitted(sent, task, state)
 
+    def _for(self, task: Task) -> Trainer:
+        """The same with the loss of a device, where each has its own."""
+        margins = self.margins(task)
+        if margins is None:
+            return self
+        own = copy.copy(self)
+        own.loss = calibrated(self.loss, torch.from_numpy(margins))
+        return own
+
+    def margins(self, task: Task) -> NDArray[np.float64] | None:
+        """By how much a device's loss lowers the scores of each class; None where it does not."""
+        if not self.training.calibration:
+            return None
+        train = self.spec.train
+        return self.training.margins(train.labels[task.indices], train.facts.num_classes)
+
     def transmitted(self, sent: Contribution, task: Task, state: ServerState) -> Contribution:
         """A contribution as the server gets it."""
         if self.codec.is_exact:
             return sent
-        places = {} if sent.width == 1.0 else self.places(sent.width)
+        places = {} if sent.width == 1.0 else self.places(sent.width, sent.roll)
         start = {
             key: state.tensors[key][places.get(key, ...)]
             for key in sent.tensors
@@ -147,7 +188,10 @@ class Trainer:
     def batches(self, task: Task) -> list[Ints]:
         """The samples of a task's mini-batches, in order."""
         training, rng = self.training, task.rng("batches")
-        return mini_batches(task.indices, training.batch, training.last_batch, training.epochs, rng)
+        every = mini_batches(
+            task.indices, training.batch, training.last_batch, training.epochs, rng
+        )
+        return every[: task.steps]
 
     def load(self, task: Task) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels, one mini-batch at a time."""
@@ -155,15 +199,20 @@ class Trainer:
 
     def whole_network(self, state: Mapping[str, Tensor], width: float = 1.0) -> FrozenNet:
         """The network at a width with nothing frozen; the state may have more than it needs."""
-        chain = self.chain(width)
+        adapted = chain = self.chain(width)
+        if isinstance(adapted, AdaptedChain):
+            chain, state = adapted.plain, adapted.merged(state)
         own = {key: state[key] for key in chain.state_dict() if key in state}
         return freeze(chain, Span(0, len(chain)), variant="f", state=own, state_is_checked=True)
 
     def choose_kernels(self, state: ServerState) -> None:
         """Choose the kernel of every int8 operation: each block once frozen, once passing."""
         chain = self.chain()
-        n, tensors = len(chain), state.tensors
-        for span in (Span(n - 1, n), Span(0, 1)) if n > 1 else ():
+        n, tensors, learning = len(chain), state.tensors, chain.learning_blocks
+        spans = [Span(i, i + 1) for i in (learning[-1], learning[0]) if n > 1]
+        if isinstance(chain, AdaptedChain):  # trained blocks have int8 maps, too
+            spans.append(Span(0, n))
+        for span in spans:
             freeze(chain, span, backend=self.spec.backend, state=tensors, plan=self.kernels)
 
     def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[list[Sums]]:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cocofl.checks import check_choice, check_number
@@ -35,6 +37,15 @@ def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
 def binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     """Of networks that say of each of several classes whether it is there: a score per label."""
     return F.binary_cross_entropy_with_logits(outputs, labels.to(outputs.dtype))
+
+
+def calibrated(loss: Loss, margins: Tensor) -> Loss:
+    """A loss of scores that are lowered by margins, one for each class."""
+
+    def lowered(outputs: Tensor, labels: Tensor) -> Tensor:
+        return loss(losses.lowered(outputs[None], margins[None])[0], labels)
+
+    return lowered
 
 
 LOSSES: dict[str, Loss] = {
@@ -64,16 +75,29 @@ class Training:
     """The section ``[training]`` of an experiment: local training, and its rate over the rounds."""
 
     epochs: int = 1
+    """Passes over its data that a device makes in a round."""
     batch: int = 32
+    """Samples per mini-batch."""
     last_batch: str = "keep"
+    """Or ``drop`` what is no whole mini-batch; one with less than a batch trains that."""
     optimizer: str = "sgd"
+    """``sgd``, ``adam``, or ``package.module:function``."""
     lr: float = 0.1
+    """The learning rate."""
     momentum: float = 0.0
+    """SGD's."""
     weight_decay: float = 0.001
+    """On all parameters, those of norms included."""
     decay_rounds: tuple[int, ...] = ()
+    """Rounds from which the learning rate is multiplied by ``decay_factor`` once more."""
     decay_factor: float = 0.1
+    """See ``decay_rounds``."""
     clip: float = math.inf
+    """The largest norm of a gradient."""
     loss: str = "cross_entropy"
+    """Or ``binary_cross_entropy``, ``squared_error``, ``package.module:function``."""
+    calibration: float = 0.0
+    """τ of FedLC: scores are lowered by ``τ · n^(−1/4)`` of a device's n samples of each class."""
 
     def __post_init__(self) -> None:
         check_number("training.epochs", self.epochs, least=1)
@@ -83,6 +107,7 @@ class Training:
         check_number("training.weight_decay", self.weight_decay, least=0)
         check_number("training.decay_factor", self.decay_factor, above=0)
         check_number("training.clip", self.clip, above=0, finite=False)
+        check_number("training.calibration", self.calibration, least=0)
         check_choice("training.last_batch", self.last_batch, LAST_BATCH)
         for value in self.decay_rounds:
             check_number("training.decay_rounds", value, least=1)
@@ -100,6 +125,20 @@ class Training:
     def steps(self, n_samples: int) -> int:
         """How many steps a device with so many samples takes in a round."""
         return self.epochs * n_batches(n_samples, self.batch, self.last_batch)
+
+    def margins(self, labels: NDArray[Any], classes: int) -> NDArray[np.float64]:
+        """By how much FedLC (Zhang et al., ICML 2022) lowers the scores of a device's classes.
+
+        A class that it does not have is left out of its loss, as the formula's limit says: its
+        score gets no gradient, and is not pushed down by those who never see it.
+
+        >>> Training(calibration=2.0).margins(np.array([0] * 16 + [2]), 3)
+        array([ 1., inf,  2.])
+        """
+        counts = np.bincount(labels[labels >= 0].ravel(), minlength=classes)
+        with np.errstate(divide="ignore"):
+            found: NDArray[np.float64] = self.calibration * counts.astype(float) ** -0.25
+        return found
 
     def loss_function(self) -> Loss:
         """The loss by its name, or the user's own."""
@@ -128,10 +167,12 @@ class Training:
         each_loss: Iterator[Tensor],
         lr: float,
         correct: Callable[[], None] | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> float:
         """Take a step for each loss, which is computed only when its turn comes; their mean.
 
-        ``correct`` may change the gradients of each step before anything is done with them.
+        ``correct`` may change the gradients of each step before anything is done with them, and
+        ``settle`` the parameters after it.
 
         No gradient lives longer than its step, so that a device's peak is that of one step.
         """
@@ -146,6 +187,8 @@ class Training:
             if self.clip < math.inf:
                 nn.utils.clip_grad_norm_(trained, self.clip)
             optimizer.step()
+            if settle is not None:
+                settle()
             total, count = total + float(loss.detach()), count + 1
         return total / max(count, 1)
 

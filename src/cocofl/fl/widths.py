@@ -17,6 +17,7 @@ from cocofl.fl.stacked import (
     NotStacked,
     StackedNetworks,
     StackedWork,
+    Window,
     classifier_keys,
     statistics_key,
 )
@@ -34,19 +35,21 @@ class WidthWork:
 
     ``scaler`` divides what narrowed layers put out by the width, so that a narrow network's
     activations are as large as the full one's. ``masked`` leaves classes that the device does not
-    have out of its loss and out of the merge of the classifier.
+    have out of its loss and out of the merge of the classifier. ``roll`` is the channel at which
+    the narrower network begins in every layer: FedRolex moves it.
     """
 
     width: float
     scaler: bool = False
     masked: bool = False
+    roll: int = 0
 
     def __str__(self) -> str:
         return f"{self.width:g}"
 
     def train(self, trainer: Trainer, task: Task, state: ServerState) -> Contribution:
         """One device's local training; it sends parameters, and no statistics."""
-        narrow = _at_places(state.tensors, trainer, self.width)
+        narrow = _at_places(state.tensors, trainer, self.width, self.roll)
         if self.scaler and self.width < 1.0:
             chain = trainer.scaled_chain(self.width)
             net = freeze(chain, Span(0, len(chain)), variant="f", state=narrow)
@@ -59,7 +62,7 @@ class WidthWork:
         learned = parameter_keys(trainer.model(self.width))
         sent = {key: t for key, t in net.update().tensors.items() if key in learned}
         rows = {} if present is None else dict.fromkeys(classifier_keys(trainer), present)
-        return Contribution(sent, len(task.indices), loss, self.width, rows)
+        return Contribution(sent, len(task.indices), loss, self.width, rows, roll=self.roll)
 
     def present(self, trainer: Trainer, task: Task) -> Ints | None:
         """The classes that a device has; None where all count."""
@@ -90,7 +93,8 @@ class WidthWork:
         classes = None if present is None else tuple(present.tolist())
         device = DeviceWork(networks.everything, "f", task.lr, level=level, classes=classes)
         # Factors other than 0 and 1 are multiplied into every step.
-        return StackedWork(device, steps_at=[level] if self.scaler else None)
+        window = Window(self.width, self.roll) if self.roll and self.width < 1.0 else None
+        return StackedWork(device, steps_at=[level] if self.scaler else None, window=window)
 
 
 @dataclass(frozen=True)
@@ -149,16 +153,10 @@ class OrderedWork:
 
         def scores(width: float, inputs: Tensor) -> Tensor:
             if width not in buffers:
-                buffers[width] = _own_statistics(trainer.model(width), state.tensors, width)
-            places = trainer.places(width, widest)
+                buffers[width] = own_statistics(trainer.model(width), state.tensors, width)
+            places = trainer.places(width, within=widest)
             sliced = {key: p[places[key]] for key, p in parameters.items()}
-            model = trainer.model(width).train()
-            if not all(
-                block.channels_last for block in Network.of(trainer.chain(width)).lowered.blocks
-            ):
-                inputs = channels_first(inputs)
-            result: Tensor = torch.func.functional_call(model, {**sliced, **buffers[width]}, inputs)
-            return result
+            return narrow_scores(trainer, width, {**sliced, **buffers[width]}, inputs)
 
         losses = self._losses(trainer, task, scores)
         loss = trainer.training.descend(parameters.values(), losses, task.lr)
@@ -204,12 +202,26 @@ class OrderedWork:
             yield loss
 
 
-def _at_places(state: Mapping[str, Tensor], trainer: Trainer, width: float) -> Tensors:
+def narrow_scores(
+    trainer: Trainer, width: float, tensors: Mapping[str, Tensor], inputs: Tensor
+) -> Tensor:
+    """What the network at a width makes of inputs, in training, with these tensors for its own."""
+    model, blocks = trainer.model(width).train(), Network.of(trainer.chain(width)).lowered.blocks
+    if not all(block.channels_last for block in blocks):
+        inputs = channels_first(inputs)
+    result: Tensor = torch.func.functional_call(model, dict(tensors), inputs)
+    return result
+
+
+def _at_places(
+    state: Mapping[str, Tensor], trainer: Trainer, width: float, roll: int = 0
+) -> Tensors:
     """The part of the server's state that the network at a width has."""
-    return {key: state[key][at] for key, at in trainer.places(width).items() if key in state}
+    where = trainer.places(width, roll)
+    return {key: state[key][at] for key, at in where.items() if key in state}
 
 
-def _own_statistics(model: nn.Module, state: Mapping[str, Tensor], width: float) -> Tensors:
+def own_statistics(model: nn.Module, state: Mapping[str, Tensor], width: float) -> Tensors:
     """The server's statistics of a width, or fresh ones where nobody has trained it yet."""
     learned = parameter_keys(model)
     return {

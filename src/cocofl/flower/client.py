@@ -12,9 +12,9 @@ data-dir           the folder that the data function is given
 partition-id       with num-partitions: this device has one part of the data that everybody has
 threads            with how many threads it trains; default: what the table was measured with, or 1
 kernels            int8 kernels, if not those that are fastest here
-secure-aggregation true: never send an update but behind masks (docs/privacy.md)
+secure-aggregation true: never send an update but behind masks (docs/guides/privacy.md)
 trust              modules of which the server may name functions: "task other"; default: none;
-                   "hf": it may name models on the Hugging Face Hub
+                   "hf": it may name models and data sets on the Hugging Face Hub
 ================== ===============================================================================
 """
 
@@ -64,7 +64,8 @@ from cocofl.flower.secure_updates import SummableUpdates
 from cocofl.flower.settings import LEAST_DEVICES, alike_devices, node_budget, trusted_modules
 from cocofl.flower.updates import Contract, Request
 from cocofl.freeze import check_state
-from cocofl.models.hugging_face import PREFIX, RANDOM, folder_of, is_hugging_face
+from cocofl.hub import PREFIX, TRUST, folder_of, is_hugging_face, split_name, with_place
+from cocofl.models.hugging_face import RANDOM
 from cocofl.named import names_are_data
 from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
@@ -156,10 +157,10 @@ class Device:
     def _plan(self, round_index: int) -> Plan | None:
         """What fits this device's budget now."""
         experiment, number = self._setup.experiment, self._number
-        training = experiment.training
-        budget = node_budget(self._node, training.steps(len(self._indices)) * training.batch)
+        steps = experiment.training.steps(len(self._indices))
+        budget = node_budget(self._node, steps * experiment.training.batch)
         rng = stream(experiment.seed, "select", round_index, number)
-        return self._setup.strategy.plan(Situation(number, round_index, budget, rng))
+        return self._setup.strategy.plan(Situation(number, round_index, budget, rng, steps))
 
     def _train(self, plan: Plan, round_index: int, lr: float, state: Tensors) -> Contribution:
         """What the device contributes, as far as others may know it."""
@@ -182,7 +183,7 @@ class Device:
         if not experiment.privacy.is_on:
             return contribution
         # Where the server sees sums only, nobody else can clip this.
-        bounds = Bounds.of(self._trainer.model(), experiment.privacy)
+        bounds = Bounds.of_trainer(self._trainer, experiment.privacy)
         return clipped(shareable(contribution), own, bounds)
 
 
@@ -202,7 +203,7 @@ def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experime
     changes = {
         "data.name": name,
         "data.options": options,
-        "model.name": _own_model(experiment.model.name, node),
+        "model.name": _own_place(experiment.model.name, node, "model"),
         # Weights come from the server.
         "model.init": RANDOM,
         "data.dir": str(node.get("data-dir", "")),
@@ -212,26 +213,28 @@ def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experime
     return experiment.changed(changes)
 
 
-def _own_model(name: str, node: Mapping[str, Any]) -> str:
-    """The model's name; a folder is looked for here, and nothing is downloaded unasked."""
+def _own_place(name: str, node: Mapping[str, Any], what: str) -> str:
+    """The name of a model or of data; a folder is looked for here, nothing downloaded unasked."""
     if not is_hugging_face(name):
         return name
-    own = Path(name.removeprefix(PREFIX)).name
+    own = Path(split_name(name)[0]).name
     place = Path(str(node.get("data-dir", ""))) / own
     if "data-dir" in node and own not in ("", "..") and place.is_dir():
-        return f"{PREFIX}{place}"
-    if PREFIX.rstrip(":") in trusted_modules(node) and folder_of(name) is None:
+        return with_place(name, place)
+    if TRUST in trusted_modules(node) and folder_of(name, what, InvalidExperiment) is None:
         return name
     raise InvalidExperiment(
-        f"the server names the model {PREFIX}{own}, and this device does not have it: put the "
-        f"folder {own!r} with its config.json into data-dir of its node config, or let it be "
-        "loaded from the Hub by trust = 'hf'"
+        f"the server names the {what} {PREFIX}{own}, and this device does not have it: put the "
+        f"folder {own!r} into data-dir of its node config, or let it be loaded from the Hub by "
+        "trust = 'hf'"
     )
 
 
 def _own_files(experiment: Experiment, node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The data's name and options; of a file only its name is the server's to say, not where."""
     name, options = experiment.data.name, dict(experiment.data.options)
+    if is_hugging_face(name):
+        return _own_place(name, node, "data set"), _own_reading(options, node)
     if not is_path(name):
         return name, options
     own = Path(name).name
@@ -240,8 +243,14 @@ def _own_files(experiment: Experiment, node: Mapping[str, Any]) -> tuple[str, di
             f"the server names the file {own!r}, and this device does not say where that is; "
             "put data-dir into its node config"
         )
+    return str(Path(str(node["data-dir"])) / own), _own_reading(options, node)
+
+
+def _own_reading(options: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
+    """How files are read here: all to train on, by a tokenizer that lies beside them."""
+    own = dict(options)
     if "partition-id" not in node:
-        options["test"] = NO_TEST
-    if isinstance(tokenizer := options.get("tokenizer"), str):
-        options["tokenizer"] = Path(tokenizer).name  # beside the data
-    return str(Path(str(node["data-dir"])) / own), options
+        own["test"] = NO_TEST
+    if isinstance(tokenizer := own.get("tokenizer"), str):
+        own["tokenizer"] = Path(tokenizer).name
+    return own

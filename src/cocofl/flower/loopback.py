@@ -242,7 +242,7 @@ def _free_port() -> int:
     raise DeploymentFailed(f"found no free port on {_HOST}")
 
 
-# A real certificate is made with openssl, as docs/deployment.md shows.
+# A real certificate is made with openssl, as docs/guides/deployment.md shows.
 def make_certificate(folder: Path) -> None:
     """``server.crt`` and ``server.key`` for a server on this machine, which vouches for itself."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def fingerprint(state: ConfigRecord) -> str:
 
 def packed_contribution(contribution: Contribution) -> RecordDict:
     """Whatever a device of any strategy sends to our own server, with every tensor by its name."""
-    plain = ("samples", "loss", "width", "device", "sent_bytes")
+    plain = ("samples", "loss", "width", "roll", "device", "sent_bytes")
     about = {name: getattr(contribution, name) for name in plain}
     about["rows"] = {key: rows.tolist() for key, rows in contribution.rows.items()}
     sent = ServerState(contribution.tensors, memory=contribution.memory)

@@ -69,7 +69,7 @@ def main(grid: Grid, context: Context) -> None:
             for record in folder.rounds():
                 server.quarantine.add(record)
             log = _Log(server.job.trainer.tally.metrics[0].facts, server.quarantine)
-            run([(server.job, folder)], server, KernelPlan(), [log])
+            run([(server.job, folder, [log])], server, KernelPlan())
 
 
 class _Log:

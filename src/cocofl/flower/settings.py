@@ -23,7 +23,7 @@ from cocofl.files import parsed_toml, read_limited, write_text
 from cocofl.fl.codec import Codec
 from cocofl.fl.merge import Mean, Merge, ServerOptimizer
 from cocofl.fl.rules import AUTO
-from cocofl.fl.strategies import STRATEGIES, facts_of
+from cocofl.fl.strategies import STRATEGIES, StrategyFacts, facts_of
 from cocofl.fl.strategies.facts import BLOCKS
 from cocofl.flower.secure_updates import MOST_SAMPLES
 from cocofl.flower.updates import MAX_CHANGE, MAX_SAMPLES
@@ -63,6 +63,7 @@ class Deployment:
     folder: str = "runs/flower"
     """The run folder, on the server; a relative path is relative to where the SuperLink runs."""
     resume: bool = False
+    """Go on with what is there."""
     nodes: int = 2
     """A round begins when so many nodes are there."""
     per_round: int = 0
@@ -78,7 +79,7 @@ class Deployment:
     quarantine: int = 0
     """A node that is an outlier so often within 20 rounds is no longer asked; 0: nobody."""
     secure_aggregation: bool = False
-    """Whether the server learns sums of updates only (docs/privacy.md)."""
+    """Whether the server learns sums of updates only."""
     secure_least: int = LEAST_DEVICES
     """No sum over fewer devices is opened."""
 
@@ -168,12 +169,26 @@ def check_experiment(experiment: Experiment) -> None:
         if ":" in name:
             return
         raise
+    if facts.own_network:
+        raise InvalidExperiment(
+            f"strategy {name!r} cannot be deployed: it chooses a network by what simulated devices "
+            "have. Deploy that network: name its width in model.options"
+        )
+    if not facts.waits:
+        raise InvalidExperiment(
+            f"strategy {name!r} cannot be deployed: its server does not wait for the devices of a "
+            "round, and a deployment goes by rounds; simulate it with `cocofl run`"
+        )
     if facts.uploads != BLOCKS:
-        able = [known for known in STRATEGIES if facts_of(known).uploads == BLOCKS]
+        able = [known for known in STRATEGIES if _can_be_deployed(facts_of(known))]
         raise InvalidExperiment(
             f"strategy {name!r} cannot be deployed: its devices do not send whole blocks; "
             f"expected {', '.join(able)}, or one of your own whose facts say that it does"
         )
+
+
+def _can_be_deployed(facts: StrategyFacts) -> bool:
+    return facts.uploads == BLOCKS and facts.waits and not facts.own_network
 
 
 def check_privacy(

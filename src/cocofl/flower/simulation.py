@@ -30,7 +30,7 @@ from cocofl.config import Experiment
 from cocofl.engine.executor import Answer, Executor, RoundPlan, answers
 from cocofl.engine.rounds import Job, Watcher, task_of
 from cocofl.engine.workers import default_workers
-from cocofl.experiment import Run, Setup
+from cocofl.experiment import Run, Setup, Watch
 from cocofl.experiment import simulate as simulate_with
 from cocofl.fl.state import ServerState
 from cocofl.fl.widths import StatisticsWork
@@ -55,6 +55,7 @@ def simulate(
     out: str | Path | None = None,
     resume: bool = False,
     watchers: Sequence[Watcher] = (),
+    watch: Watch = lambda _path, _experiment: (),
 ) -> Run:
     """As :func:`cocofl.experiment.simulate`, with the devices on Flower's simulation.
 
@@ -70,7 +71,9 @@ def simulate(
         "init_args": {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": cores},
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
     }
-    play = partial(simulate_with, experiment, out=out, resume=resume, watchers=watchers)
+    play = partial(
+        simulate_with, experiment, out=out, resume=resume, watchers=watchers, watch=watch
+    )
     outcome, over, server = Future[Run](), Event(), ServerApp()
 
     @server.main()
@@ -96,6 +99,7 @@ class OnFlower(Executor):
     def __init__(self, grid: Grid, experiment: Experiment, over: Event) -> None:
         super().__init__()
         self._grid, self._experiment, self._over = grid, experiment.to_toml(), over
+        self._nodes = experiment.devices.per_round
 
     def choose_kernels(self, state: ServerState) -> KernelPlan:
         """One node measures; then all obey."""
@@ -112,10 +116,13 @@ class OnFlower(Executor):
             if task.memory:
                 own = replace(state, devices={task.device: task.memory})
                 state_of_device = records.state_record(own.flat())
-            about = {"round": task.round_index, "device": task.device, "purpose": plan.purpose}
+            about: dict[str, Any] = {"device": task.device, "purpose": plan.purpose}
+            about |= {"draw": task.round_index, "moment": task.moment, "lr": task.lr}
             requests.append((state_of_device, about))
-        replies = self._replies(MessageType.TRAIN, requests)
-        yield from answers(plan.tasks, map(records.unpacked_contribution, replies))
+        for first in range(0, len(requests), self._nodes):
+            some = slice(first, first + self._nodes)
+            replies = self._replies(MessageType.TRAIN, requests[some])
+            yield from answers(plan.tasks[some], map(records.unpacked_contribution, replies))
 
     def _replies(
         self, kind: str, requests: Sequence[tuple[ConfigRecord, dict[str, Any]]]
@@ -151,7 +158,7 @@ node = ClientApp()
 def train(message: Message, _context: Context) -> Message:
     """Do what the round loop would have given to a worker, for the device that is named."""
     job, state, about = _opened(message)
-    task = task_of(job, state, about["device"], about["round"])
+    task = task_of(job, state, *(about[what] for what in ("device", "draw", "moment", "lr")))
     if about["purpose"] == "statistics":
         task = replace(task, work=StatisticsWork())
     return Message(records.packed_contribution(job.trainer.train(task, state)), reply_to=message)

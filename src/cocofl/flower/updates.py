@@ -30,10 +30,10 @@ from torch import Tensor
 from cocofl.budget import bytes_text
 from cocofl.chain import BlockChain
 from cocofl.errors import RejectedUpdate
-from cocofl.fl.codec import Codec, Identity
+from cocofl.fl.codec import Codec, Identity, is_encoded
 from cocofl.fl.state import Contribution, Tensors
 from cocofl.freeze import Network
-from cocofl.freeze.state import block_state
+from cocofl.freeze.state import trained_state
 from cocofl.span import Blocks, Span
 
 MAX_SAMPLES = 1_000_000
@@ -128,8 +128,8 @@ class Contract:
         self._codec = codec or Identity()
         self._max_samples, self._max_change = max_samples, max_change
         self._slots = [
-            [self._slot(key, tensor) for key, tensor in block_state(block).items()]
-            for block in chain.blocks
+            [self._slot(key, tensor) for key, tensor in trained_state(chain, index).items()]
+            for index in range(len(chain))
         ]
         self._scales = [
             [Slot(key, torch.float32, (), Identity(), _SCALES) for key in keys]
@@ -142,7 +142,7 @@ class Contract:
         self.max_bytes = 8 + self._header_limit + sum(slot.nbytes for slot in slots + scales)
 
     def _slot(self, key: str, tensor: Tensor) -> Slot:
-        codec = self._codec if tensor.is_floating_point() and tensor.ndim else Identity()
+        codec = self._codec if is_encoded(key, tensor) else Identity()
         stretch = _DTYPES[tensor.dtype] if self._codec.is_exact else _ENCODED
         return Slot(key, tensor.dtype, tuple(tensor.shape), codec, stretch)
 

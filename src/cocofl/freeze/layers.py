@@ -48,6 +48,10 @@ class LinearLayer(ABC):
         weight: Tensor = layer.weight
         return weight
 
+    def own_weight(self, weight: Tensor) -> Tensor:
+        """The other way: a weight as :meth:`weight_of` gives it, as the layer has it."""
+        return weight
+
     def to_image(self, x: Tensor) -> Tensor:
         """An input, output or weight as a two-dimensional convolution has it.
 
@@ -88,6 +92,10 @@ class TransposedProduct(LinearLayer):
     def weight_of(self, layer: Any) -> Tensor:
         """Transposed."""
         weight: Tensor = layer.weight
+        return weight.t().contiguous()
+
+    def own_weight(self, weight: Tensor) -> Tensor:
+        """Transposed again."""
         return weight.t().contiguous()
 
     def describe(self, layer: Any) -> str:

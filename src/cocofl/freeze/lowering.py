@@ -14,6 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from cocofl.chain import BlockChain
 from cocofl.chain.graphs import left_as_it_was
 from cocofl.errors import CannotLower
+from cocofl.freeze.adapters import adapter
 from cocofl.freeze.kernels import Geometry
 from cocofl.freeze.layers import LAYERS, TransposedProduct, is_plain
 from cocofl.freeze.operations import (
@@ -352,4 +354,7 @@ def _describe(op: Operation, block: nn.Module) -> str:
     if isinstance(op, CatOp):
         return "concatenate"
     kind = _kind(op.nodes[-1], block) or op.nodes[-1].target
+    if kind is adapter:
+        down: Any = op.nodes[-1].args[2]
+        return f"adapter of rank {len(attrgetter(down.target)(block))}"
     return getattr(kind, "__name__", str(kind))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cocofl.chain import BlockChain, Wiring
@@ -19,15 +20,16 @@ from cocofl.freeze.kernel_plan import FLOAT, INT8, KernelPlan
 from cocofl.freeze.kernels import backend_names, kernel, safe_weight_bits
 from cocofl.freeze.layout import channels_first, channels_last
 from cocofl.freeze.network import Network
-from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings
-from cocofl.freeze.scheme import GRADIENT, OUTPUT, scale_key
+from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings, LearningRegion
+from cocofl.freeze.scale_notes import ScaleMeter, ScaleNotes
 from cocofl.freeze.state import State, Update, block_state, chain_state, check_state
 from cocofl.freeze.traced_blocks import copy_block
-from cocofl.numerics import HEADROOM, measure_scale
-from cocofl.span import Blocks, Role
+from cocofl.numerics import HEADROOM
+from cocofl.span import Blocks, Role, Span
 
 VARIANTS = ("f", "ff", "qff")
 _DEFAULT_PLAN = KernelPlan(regions=True)
+_LOOKS = 3
 
 
 def freeze(
@@ -63,6 +65,7 @@ def freeze(
     if not isinstance(blocks, Blocks):
         raise InvalidSpan(f"the span is {blocks!r}; expected one such as cocofl.Span(2, 4)")
     blocks.check_fits(len(network))
+    blocks = network.learning(blocks)
     _check_choice("variant", variant, VARIANTS)
     _check_choice("backend", backend, backend_names())
     if not 1 <= headroom < math.inf:
@@ -80,14 +83,42 @@ def freeze(
         settings = IntegerSettings(choose, headroom, _weight_bits(weight_bits, backend))
         network.tell_what_stays_float()
     parts: list[Part] = []
-    for region, role in blocks.regions(len(network)):
-        if settings is None or role is Role.TRAINED:
-            parts += _float_parts(network, region, role, state, fuse=variant == "ff")
+    for part_of, region, role, own in _pieces(network, blocks, state):
+        if settings is None or (role is Role.TRAINED and not network.adapted):
+            parts += _float_parts(part_of, region, role, own, fuse=variant == "ff")
         elif backend == "auto":
-            parts += _faster_parts(network, region, role, state, settings, plan)
+            parts += _faster_parts(part_of, region, role, own, settings, plan)
         else:
-            parts.append(integer_part(network, region, role, state, settings))
+            parts.append(integer_part(part_of, region, role, own, settings))
     return FrozenNet(network, blocks, parts)
+
+
+def first_blocks(chain: BlockChain | Network, count: int, state: State) -> FrozenNet:
+    """The first so many blocks, all trained; it returns what the last of them hands on."""
+    network = Network.of(chain)
+    parts = _float_parts(network, range(count), Role.TRAINED, state, fuse=False)
+    return FrozenNet(network, Span(0, count), parts)
+
+
+def _pieces(
+    network: Network, blocks: Blocks, state: Mapping[str, Tensor]
+) -> Iterator[tuple[Network, range, Role, Mapping[str, Tensor]]]:
+    """The regions of the chain: of which network each is made, its role, and its state.
+
+    Adapters that do not learn are a part of their weights. Blocks that do are pieces of their own.
+    """
+    adapted, every = network.adapted, range(len(network))
+    if adapted is None:
+        for region, role in blocks.regions(len(network)):
+            yield network, region, role, state
+        return
+    merged = adapted.merged(state, [index for index in every if index not in blocks])
+    for region, role in blocks.regions(len(network)):
+        if role is not Role.TRAINED:
+            yield network.plain, region, role, merged
+        else:
+            for index in region:
+                yield network, range(index, index + 1), role, state
 
 
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
@@ -148,7 +179,9 @@ class FrozenNet(nn.Module):
         super().__init__()
         self.blocks = blocks
         # Not the network itself: what is frozen must not keep the chain's float weights alive.
-        self._parts, self._lowered = tuple(parts), network.lowered.blocks
+        self._parts, self._learned = tuple(parts), network.chain.learned
+        learning, plain = network.lowered.blocks, network.plain.lowered.blocks
+        self._lowered = [(learning if i in blocks else plain)[i] for i in range(len(network))]
         self._flow = Flow(network.chain.wiring[0].inputs, [part.wiring for part in parts])
         self._measuring = False
         self._scales: State = {}
@@ -156,7 +189,8 @@ class FrozenNet(nn.Module):
         self.trained = nn.ModuleList(run for part, run in modules if part.role is Role.TRAINED)
         self.frozen = nn.ModuleList(run for part, run in modules if part.role is not Role.TRAINED)
         # A fused block has no training mode: its statistics are the server's.
-        self._always_eval = [block for block in self.frozen if not block.training]
+        every = (*self.trained, *self.frozen)
+        self._always_eval = [block for block in every if not block.training]
 
     def train(self, mode: bool = True) -> FrozenNet:
         """Set the mode of the trained blocks; folded ones stay as they are."""
@@ -178,8 +212,12 @@ class FrozenNet(nn.Module):
         if part.role is Role.TRAINED and self._measuring:
             (index,) = part.blocks
             low = self._lowered[index]
-            block = low.graph(part.run)  # type: ignore[arg-type]
-            part = part._replace(run=_ScaleMeter(index, block, low.sites, self._scales).run)
+            notes = ScaleNotes(low.sites, self._scales)
+            if isinstance(part.run, LearningRegion):
+                part.run.notes = notes
+            else:
+                block = low.graph(part.run)  # type: ignore[arg-type]
+                part = part._replace(run=ScaleMeter(index, block, notes).run)
         return part(*arguments)
 
     def measure_scales(self) -> None:
@@ -193,8 +231,9 @@ class FrozenNet(nn.Module):
         """What this device uploads: tensors and scales of the trained blocks, nothing else."""
         tensors = {
             key: tensor.detach().clone(memory_format=torch.contiguous_format)
-            for block in self.trained
+            for index, block in zip(self.blocks, self.trained, strict=True)
             for key, tensor in block_state(block).items()
+            if self._learned is None or key in self._learned[index]
         }
         return Update(self.blocks, tensors | self._scales)
 
@@ -202,13 +241,47 @@ class FrozenNet(nn.Module):
         """Block, role, operation and kernel of each operation."""
         found: list[OperationInfo] = []
         for part in self._parts:
-            kernels = part.run.kernels if isinstance(part.run, IntegerRegion) else {}
+            run = part.run.region if isinstance(part.run, LearningRegion) else part.run
+            kernels = run.kernels if isinstance(run, IntegerRegion) else {}
             for index in part.blocks:
                 low = self._lowered[index]
                 for op, text in zip(low.operations, low.descriptions, strict=True):
                     kernel_name = kernels.get(op.name, "float32")
                     found.append(OperationInfo(index, part.role.value, text, kernel_name))
         return found
+
+    def time_shares(self, *inputs: Any, **named: Any) -> dict[str, float]:
+        """Of a step's time the shares of what is trained, frozen in int8, and frozen in float32.
+
+        Each part runs by itself, forward and, where gradients pass, backward; the least of three
+        times counts. Nothing of the network changes.
+        """
+        seconds = dict.fromkeys(("trained", INT8, FLOAT), 0.0)
+
+        def timed(part: Part, *arguments: Any) -> Any:
+            kind = INT8 if isinstance(part.run, IntegerRegion) else FLOAT
+            if part.role is Role.TRAINED:
+                kind = "trained"
+            taken = []
+            for _ in range(_LOOKS):
+                own = [_own_copy(x, part.role is not Role.FROZEN) for x in arguments]
+                begin = time.perf_counter()
+                result = part(*own)
+                _go_backward(result)
+                taken.append(time.perf_counter() - begin)
+            seconds[kind] += min(taken)
+            return pytree.tree_map_only(Tensor, Tensor.detach, result)
+
+        before = {key: tensor.clone() for key, tensor in self.state_dict().items()}
+        gradients = [(p, p.grad) for p in self.parameters()]
+        self.zero_grad(set_to_none=True)  # and not into those that are there
+        given = [channels_last(x) for x in self._flow.in_order(inputs, named)]
+        self._flow.run([partial(timed, part) for part in self._parts], given)
+        self.load_state_dict(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        total = sum(seconds.values())
+        return {kind: taken / total for kind, taken in seconds.items()}
 
 
 def _float_parts(
@@ -221,10 +294,16 @@ def _float_part(
     network: Network, index: int, role: Role, state: Mapping[str, Tensor], *, fuse: bool
 ) -> Part:
     """One block in float32: trained, or frozen as in variants ``f`` and ``ff``."""
-    low = network.lowered.blocks[index]
+    low, adapted = network.lowered.blocks[index], network.adapted
     originals = network.trained_blocks if role is Role.TRAINED else network.chain.blocks
     block = copy_block(originals[index], state).train()
-    if role is not Role.TRAINED:
+    if adapted is not None:
+        # Behind a map stands its adapter, so no norm can be folded into it.
+        block = block.eval() if fuse else with_batch_statistics(block)
+        block.requires_grad_(False)
+        for key in adapted.learned[index]:
+            block.get_parameter(key).requires_grad_()
+    elif role is not Role.TRAINED:
         block = fused(low.graph(block), low.flat_nodes) if fuse else with_batch_statistics(block)
         block.requires_grad_(False)
     if low.channels_last:
@@ -257,13 +336,13 @@ def _faster_parts(
         return runs
 
     known = frozenset(key for key in network.scale_keys if key in state)
-    region = network.lowered.signature(blocks, role is Role.PASSING, known)
+    region = network.lowered.signature(blocks, role is not Role.FROZEN, known)
     return floats() if plan.choose_for_region(region, contenders) == FLOAT else integers()
 
 
 def _trial(network: Network, parts: Sequence[Part]) -> Callable[[], object]:
     """Run these parts on the example, backward too where gradients pass."""
-    blocks, passing = parts[0].blocks, parts[0].role is Role.PASSING
+    blocks, passing = parts[0].blocks, parts[0].role is not Role.FROZEN
     values = network.values_before(blocks.start)
     taken = list(network.lowered.borders(range(blocks.start, parts[-1].blocks.stop))[0])
     flow = Flow(taken, [part.wiring for part in parts])
@@ -272,11 +351,16 @@ def _trial(network: Network, parts: Sequence[Part]) -> Callable[[], object]:
         given = [channels_last(_own_copy(values[name], passing)) for name in taken]
         with torch.set_grad_enabled(passing):
             result = flow.run([partial(Part.__call__, part) for part in parts], given)
-        ends = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
-        if ends:
-            torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
+        _go_backward(result)
 
     return run
+
+
+def _go_backward(result: Any) -> None:
+    """From gradients of one, where any can pass."""
+    ends = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
 
 
 def _own_copy(x: Any, needs_gradient: bool) -> Any:
@@ -297,37 +381,13 @@ def integer_part(
     lowered, chain = network.lowered, network.chain
     # By key: a model may have tensors whose names begin like those of scales.
     scales = {key: float(state[key]) for key in network.scale_keys if key in state}
-    scheme = lowered.scheme(blocks, role is Role.PASSING, frozenset(scales))
+    scheme = lowered.scheme(blocks, role is not Role.FROZEN, frozenset(scales))
     low = lowered.blocks
     own = [(i, low[i], low[i].graph(copy_block(chain.blocks[i], state))) for i in blocks]
     region = IntegerRegion(scheme, own, scales, settings)
+    run: IntegerRegion | LearningRegion = region
+    if role is Role.TRAINED:
+        keys = [key for i in blocks for key in low[i].learned.values()]
+        run = LearningRegion(region, {key: state[key] for key in keys})
     taken, returned = lowered.borders(blocks)
-    return Part(region, role, blocks, Wiring(tuple(taken), tuple(returned)))
-
-
-class _ScaleMeter(fx.Interpreter):
-    """Runs a trained block node by node and notes the scales at its sites."""
-
-    def __init__(
-        self, index: int, block: fx.GraphModule, sites: Container[str], found: dict[str, Tensor]
-    ) -> None:
-        super().__init__(block)
-        self._prefix, self._sites, self._found = f"{index}.", sites, found
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Also measure the output, and its gradient when it comes."""
-        result = super().run_node(n)
-        site = self._prefix + n.name
-        if site in self._sites:
-            _note(self._found, scale_key(site, OUTPUT), result)
-            if result.requires_grad:
-                # A hook that knew this interpreter, which holds the result, would keep both alive.
-                result.register_hook(partial(_note, self._found, scale_key(site, GRADIENT)))
-        return result
-
-
-def _note(found: dict[str, Tensor], key: str, x: Tensor) -> None:
-    scale = measure_scale(x)
-    # All zeros say nothing about a range, and a broken batch must not spoil the average.
-    if 0 < float(scale) < float("inf"):
-        found[key] = scale
+    return Part(run, role, blocks, Wiring(tuple(taken), tuple(returned)))

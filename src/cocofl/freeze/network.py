@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
@@ -11,13 +12,15 @@ from typing import Any
 from torch import nn
 
 from cocofl.chain import BlockChain
-from cocofl.errors import CannotLower, InvalidSetting
+from cocofl.errors import CannotLower, InvalidSetting, InvalidSpan
+from cocofl.freeze.adapters import AdaptedChain
 from cocofl.freeze.lowering import lower
 from cocofl.freeze.memory_saving import memory_saving
-from cocofl.freeze.operations import LoweredBlock
+from cocofl.freeze.operations import LoweredBlock, NodeOp
 from cocofl.freeze.scheme import GRADIENT, OUTPUT, Grids, QuantizationScheme, scale_key
-from cocofl.freeze.state import block_state
+from cocofl.freeze.state import trained_state
 from cocofl.freeze.work import Work, run_example, work_of
+from cocofl.span import Blocks
 
 logger = logging.getLogger(__name__)
 _SCALE_BYTES = 4
@@ -42,7 +45,8 @@ class LoweredChain:
         grids = Grids(operations, self._non_negative, known)
         taken, returned = (tuple(values.values()) for values in self.borders(blocks))
         outputs = returned[0] if len(returned) == 1 else returned
-        return QuantizationScheme.of(operations, grids, taken, outputs, self.shapes, passing)
+        given = (*taken, *(name for i in blocks for name in self.blocks[i].learned))
+        return QuantizationScheme.of(operations, grids, given, outputs, self.shapes, passing)
 
     def _signature(self, blocks: range, passing: bool, known: frozenset[str]) -> str:
         """The same for regions that take as long, whatever their weights are."""
@@ -90,8 +94,14 @@ class Network:
                 f"freeze takes a BlockChain, not a {type(chain).__name__}; "
                 "make one with cocofl.split(model, example)"
             )
-        self.chain = chain
-        self.lowered = LoweredChain(chain, lower(chain))
+        self.chain, blocks = chain, lower(chain)
+        self.lowered: LoweredChain
+        self.plain = self
+        """The network without adapters, which frozen blocks are made of."""
+        if isinstance(chain, AdaptedChain):
+            self.plain = Network.of(chain.plain)
+            blocks = tuple(map(_learning, blocks, self.plain.lowered.blocks, chain.learned))
+        self.lowered = LoweredChain(chain, blocks)
         self._told = False
 
     @classmethod
@@ -111,6 +121,20 @@ class Network:
 
     def __len__(self) -> int:
         return len(self.chain)
+
+    @property
+    def adapted(self) -> AdaptedChain | None:
+        """The chain where it has adapters."""
+        return self.chain if isinstance(self.chain, AdaptedChain) else None
+
+    def learning(self, blocks: Blocks) -> Blocks:
+        """Those of the blocks that have something to learn."""
+        found = blocks.only(self.chain.learning_blocks)
+        if found is None:
+            raise InvalidSpan(
+                f"{blocks} has nothing to learn: no adapter is there, and not the head"
+            )
+        return found
 
     def values_before(self, block: int) -> dict[str, Any]:
         """What the example has become when it reaches a block, by name."""
@@ -144,7 +168,9 @@ class Network:
 
     def tell_what_stays_float(self) -> None:
         """Once."""
-        if not self._told and self.what_stays_float:
+        if self.plain is not self:
+            self.plain.tell_what_stays_float()
+        elif not self._told and self.what_stays_float:
             logger.warning(self.what_stays_float)
         self._told = True
 
@@ -167,6 +193,21 @@ class Network:
         return tuple(key for keys in self.block_scale_keys for key in keys)
 
 
+def _learning(low: LoweredBlock, plain: LoweredBlock, learned: tuple[str, ...]) -> LoweredBlock:
+    """A block with adapters: what learns is given to it, and scales are those of the plain one."""
+    read = {
+        op.name: str(op.nodes[0].target)
+        for op in low.operations
+        if isinstance(op, NodeOp) and op.nodes[0].op == "get_attr" and op.nodes[0].target in learned
+    }
+    pairs = zip(low.operations, low.descriptions, strict=True)
+    kept = [(op, text) for op, text in pairs if op.name not in read]
+    operations, descriptions = zip(*kept, strict=True) if kept else ((), ())
+    return replace(
+        low, operations=operations, descriptions=descriptions, sites=plain.sites, learned=read
+    )
+
+
 def upload_sizes(chain: BlockChain | Network, *, scales: bool) -> list[int]:
     """The bytes that a device sends of each block that it trains, with its scales or without.
 
@@ -174,7 +215,7 @@ def upload_sizes(chain: BlockChain | Network, *, scales: bool) -> list[int]:
     """
     network = Network.of(chain)
     return [
-        sum(tensor.nbytes for tensor in block_state(block).values())
+        sum(tensor.nbytes for tensor in trained_state(network.chain, index).values())
         + (_SCALE_BYTES * len(keys) if scales else 0)
-        for block, keys in zip(network.chain.blocks, network.block_scale_keys, strict=True)
+        for index, keys in enumerate(network.block_scale_keys)
     ]

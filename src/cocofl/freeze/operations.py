@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -147,6 +147,8 @@ class LoweredBlock:
     """If the block stays one operation, the structure of what it returns; () for one value."""
     returns: type | None = None
     """The class of what it returns, if that is a dict with attributes."""
+    learned: dict[str, str] = field(default_factory=dict)
+    """Values that are parameters which learn though the block is frozen, with their keys."""
 
     @property
     def flat_nodes(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
+from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
 from cocofl.chain.blocks import last_uses
@@ -17,7 +18,8 @@ from cocofl.freeze.fusion import affine_of, fold_affine
 from cocofl.freeze.gradient import InputGradient
 from cocofl.freeze.kernels import Kernel, LinearMap, Prepared
 from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, ValueName
-from cocofl.freeze.scheme import QuantizationScheme, Rounding, SchemeStep
+from cocofl.freeze.scale_notes import ScaleNotes
+from cocofl.freeze.scheme import GRADIENT, OUTPUT, QuantizationScheme, Rounding, SchemeStep
 from cocofl.freeze.steps import (
     ActStep,
     CatStep,
@@ -70,11 +72,17 @@ class IntegerRegion:
         self._release = last_uses([(*s.inputs, s.name) for s in self._steps], self._ends)
 
     def forward(
-        self, inputs: Sequence[Any], *, keep: bool, constant: Sequence[bool] | None = None
+        self,
+        inputs: Sequence[Any],
+        *,
+        keep: bool,
+        constant: Sequence[bool] | None = None,
+        notes: ScaleNotes | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """The values it returns and, to ``keep`` per step, the little that backward needs.
 
         Values are dropped after their last use. Of ``constant`` inputs no gradient is computed.
+        Scales go to the ``notes``.
         """
         env = Environment(zip(self.inputs, inputs, strict=True))
         if constant is not None:
@@ -83,13 +91,20 @@ class IntegerRegion:
         tape = []
         for step, finished in zip(self._steps, self._release, strict=True):
             env[step.name], kept = step.forward(env, keep=keep)
+            if notes is not None and notes.wants(step.name):
+                notes.note(step.name, OUTPUT, floats_of(env[step.name]))
             if keep:
                 tape.append(kept)
             for name in finished:
                 env.pop(name, None)
         return [floats_of(env[name]) for name in self._ends], tape
 
-    def backward(self, tape: list[Any], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self,
+        tape: list[Any],
+        gradients: Sequence[Tensor | None],
+        notes: ScaleNotes | None = None,
+    ) -> list[Tensor | None]:
         """The gradient of each input, from that of each value returned."""
         sink = Sink()
         for name, gradient in zip(self._ends, gradients, strict=True):
@@ -98,17 +113,19 @@ class IntegerRegion:
         for step in reversed(self._steps):
             kept = tape.pop()
             if (arrived := sink.pop(step.name, None)) is not None:
+                if notes is not None and notes.wants(step.name):
+                    notes.note(step.name, GRADIENT, as_float(arrived))
                 step.backward(kept, arrived, sink)
         found = [sink.pop(name, None) for name in self.inputs]
         floats = [None if gradient is None else as_float(gradient) for gradient in found]
         return floats if all(map(_is_finite, gradients)) else [_broken(x) for x in floats]
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, notes: ScaleNotes | None = None) -> Any:
         """What the blocks return; differentiable in the inputs if the region is passing."""
         # No code stands for NaN: what came of it must not look sound.
         sound = all(map(_is_finite, inputs))
         if self.passing and torch.is_grad_enabled():
-            ends = _PassThrough.apply(self, *inputs)  # type: ignore[no-untyped-call]
+            ends = _PassThrough.apply(self, notes, *inputs)  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 ends, _ = self.forward(inputs, keep=False)
@@ -130,10 +147,12 @@ class _PassThrough(torch.autograd.Function):
     """Autograd sees a whole passing region as one node."""
 
     @staticmethod
-    def forward(ctx: Any, region: IntegerRegion, *inputs: Any) -> tuple[Any, ...]:
-        constant = [not needed for needed in ctx.needs_input_grad[1:]]
-        result, ctx.tape = region.forward(inputs, keep=True, constant=constant)
-        ctx.region = region
+    def forward(
+        ctx: Any, region: IntegerRegion, notes: ScaleNotes | None, *inputs: Any
+    ) -> tuple[Any, ...]:
+        constant = [not needed for needed in ctx.needs_input_grad[2:]]
+        result, ctx.tape = region.forward(inputs, keep=True, constant=constant, notes=notes)
+        ctx.region, ctx.notes = region, notes
         ctx.set_materialize_grads(False)
         return tuple(result)
 
@@ -146,7 +165,26 @@ class _PassThrough(torch.autograd.Function):
                 "an int8 region goes backward once per forward pass, and then lets go of what it "
                 "kept; run the network forward again (retain_graph cannot help here)"
             )
-        return None, *ctx.region.backward(tape, gradients)
+        return None, None, *ctx.region.backward(tape, gradients, ctx.notes)
+
+
+class LearningRegion(nn.Module):
+    """A block in int8 that learns beside its frozen maps: what learns is an input of the region."""
+
+    def __init__(self, region: IntegerRegion, learned: Mapping[str, Tensor]) -> None:
+        """``learned`` is by key, in the order in which the region takes it."""
+        super().__init__()
+        self.region = region
+        self.notes: ScaleNotes | None = None
+        """Where the next pass notes its scales."""
+        self._learned = [nn.Parameter(x.detach().clone()) for x in learned.values()]
+        for key, parameter in zip(learned, self._learned, strict=True):
+            _assign_attr(parameter, self, key)
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the block returns."""
+        notes, self.notes = self.notes, None
+        return self.region(*inputs, *self._learned, notes=notes)
 
 
 def _refuse_other_than_float32(blocks: Iterable[tuple[int, LoweredBlock, fx.GraphModule]]) -> None:

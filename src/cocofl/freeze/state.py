@@ -41,6 +41,12 @@ def block_state(block: nn.Module) -> State:
     return {key: tensor for key, tensor in block.state_dict().items() if not key.endswith(_COUNTER)}
 
 
+def trained_state(chain: BlockChain, index: int) -> State:
+    """The tensors of a block that a device which trains it sends."""
+    own = block_state(chain.blocks[index])
+    return own if chain.learned is None else {key: own[key] for key in chain.learned[index]}
+
+
 def chain_state(chain: BlockChain) -> State:
     """The chain's own weights as a state; no scale has been measured yet."""
     return {key: t.clone() for block in chain.blocks for key, t in block_state(block).items()}

@@ -35,6 +35,14 @@ class Network(nn.Module, ABC):
         """
         return {}
 
+    def roll_steps(self) -> dict[str, tuple[int, ...]]:
+        """By state-dict key and axis, by how many places a window rolls for each channel.
+
+        1 for every axis and key that is missing here: a place is a channel. More where the places
+        of a channel were flattened; 0 where channels have to stay where they are.
+        """
+        return {}
+
 
 class ImageNetwork(Network):
     """A network for square images of ``image_size`` pixels a side."""

@@ -20,6 +20,10 @@ class SmallCNN(ImageNetwork):
         # Flattened, a channel's 8×8 features follow one another: leading channels lead here, too.
         self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(second * 8 * 8, num_classes))
 
+    def roll_steps(self) -> dict[str, tuple[int, ...]]:
+        """A channel of the last convolution is 8×8 features of the classifier."""
+        return {"classifier.1.weight": (1, 8 * 8)}
+
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 3, 32, 32) to (batch, classes)."""
         x = self.first(x)  # (batch, 32, 16, 16)

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cocofl.errors import InvalidModel
+from cocofl.hub import PREFIX, folder_of
 from cocofl.named import nearest
 
 logger = logging.getLogger("cocofl.models")
 
-PREFIX = "hf:"
 PRETRAINED, RANDOM = "pretrained", "random"
 WEIGHTS = (PRETRAINED, RANDOM)
 CAUSAL = "causal-lm"
@@ -36,7 +34,6 @@ TASKS = {
     "audio-classification": "AutoModelForAudioClassification",
 }
 """By what a network is to do, the class that makes it."""
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _LENGTH, _PADDED = 32, 3
 _AUDIO_SAMPLES = 16_000
 # Layers that are left out by chance cannot be traced, and masks that are drawn hide what is heard.
@@ -73,28 +70,6 @@ class PretrainedNetwork(nn.Module):
         return torch.cat([self._example] * -(-batch_size // len(self._example)))[:batch_size]
 
 
-def is_hugging_face(name: str) -> bool:
-    """Whether a model's name is one of these.
-
-    >>> is_hugging_face("hf:openai-community/gpt2"), is_hugging_face("resnet18")
-    (True, False)
-    """
-    return name.startswith(PREFIX)
-
-
-def folder_of(name: str) -> Path | None:
-    """The local folder that a name means; None for a name on the Hub."""
-    place = name.removeprefix(PREFIX)
-    if Path(place).is_dir():
-        return Path(place)
-    if _HUB_NAME.fullmatch(place):
-        return None
-    raise InvalidModel(
-        f"the model {name} is neither a folder here nor a name on the Hub, like "
-        f"{PREFIX}openai-community/gpt2"
-    )
-
-
 def hugging_face(
     name: str,
     num_classes: int = 2,
@@ -115,7 +90,7 @@ def hugging_face(
             f"model.options.task is {task!r}{nearest(task, TASKS)}; expected one of "
             f"{', '.join(TASKS)}"
         )
-    library, folder = _transformers(name), folder_of(name)
+    library, folder = _transformers(name), folder_of(name, "model", InvalidModel)
     place = name.removeprefix(PREFIX) if folder is None else str(folder)
     where: dict[str, Any] = {"trust_remote_code": False, "local_files_only": folder is not None}
     with _reading(name):

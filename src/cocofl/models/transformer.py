@@ -171,6 +171,25 @@ class Encoder(Network):
             found[f"layers.{i}.attention.output.weight"] = ((), heads)
         return found
 
+    def roll_steps(self) -> dict[str, tuple[int, ...]]:
+        """A window rolls in each head and in hidden layers.
+
+        The channels of the embedding stay where they are, as the code of positions does.
+        """
+        stays: dict[str, tuple[int, ...]] = {}
+        for name in ("embedding.tokens", "classifier"):
+            stays[f"{name}.weight"] = (1, 0)
+        for i in range(len(self.layers)):
+            for name in ("query", "key", "value"):
+                stays[f"layers.{i}.attention.{name}.weight"] = (1, 0)
+            stays[f"layers.{i}.linear1.weight"] = (1, 0)
+            for name in ("attention.output", "linear2"):
+                stays[f"layers.{i}.{name}.weight"] = (0, 1)
+                stays[f"layers.{i}.{name}.bias"] = (0,)
+            for norm in ("norm1", "norm2"):
+                stays |= {f"layers.{i}.{norm}.{tensor}": (0,) for tensor in ("weight", "bias")}
+        return stays
+
     def example_input(self, batch_size: int = 2) -> Tensor:
         """Random tokens, (batch, length), without padding."""
         size = (batch_size, self.length)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from cocofl.chain import BlockChain
 from cocofl.errors import CocoflError
-from cocofl.freeze import freeze, upload_sizes
+from cocofl.freeze import AdaptedChain, freeze, upload_sizes
+from cocofl.freeze.adapters import PREFIX
 from cocofl.freeze.dispatch import OperationWatch
 from cocofl.profiling.device_rates import Device, device_named
 from cocofl.profiling.subject import (
@@ -52,6 +53,17 @@ _STAYS_FLOAT = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class AdapterWork:
+    """What is trained of a block beside its frozen maps, with one mini-batch."""
+
+    learned_bytes: float
+    macs: float
+    written_bytes: float
+    saved_bytes: float
+    """Kept for backward, all in all: adapters keep what their maps read, in float32."""
+
+
 @dataclass
 class BlockWork:
     """What one block does with one mini-batch in float32.
@@ -69,6 +81,13 @@ class BlockWork:
     saved_bytes: float = 0.0
     largest_bytes: float = 0.0
     output_bytes: float = 0.0
+    adapters: AdapterWork | None = None
+    """What its adapters add where they are all that is trained of it."""
+
+    @property
+    def upload_bytes(self) -> float:
+        """What a device that trains it sends."""
+        return self.state_bytes if self.adapters is None else self.adapters.learned_bytes
 
     @property
     def float_share(self) -> float:
@@ -78,13 +97,39 @@ class BlockWork:
 
 def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
     """Count each block's work by running it once; the chain is left untouched."""
+    if not isinstance(chain, AdaptedChain):
+        return _counted(chain, inputs)
+    whole, adapted = _counted(chain.plain, inputs), _counted(chain, inputs)
+    for index in chain.learning_blocks:
+        whole[index].adapters = _adapter_work(whole[index], adapted[index], chain.learned[index])
+    return whole
+
+
+def _adapter_work(plain: BlockWork, adapted: BlockWork, learned: Sequence[str]) -> AdapterWork:
+    """What a block with adapters does more than the same without, and what it keeps in all."""
+    has_head = any(not key.startswith(PREFIX) for key in learned)
+    return AdapterWork(
+        learned_bytes=adapted.state_bytes,
+        # Of a head there is one product more, the gradient of its weight; of adapters three.
+        macs=max(0.0, adapted.macs - plain.macs) + has_head * plain.macs / 3,
+        written_bytes=max(0.0, adapted.written_bytes - plain.written_bytes),
+        saved_bytes=adapted.saved_bytes,
+    )
+
+
+def _counted(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
     net = freeze(chain, Span(0, len(chain)), variant="f")
     net.train()
     # Scales are not counted: few bytes, and another table would draw other spans.
     sizes = upload_sizes(chain, scales=False)
+    others = [i for i in range(len(chain)) if i not in net.blocks]
+    blocks = {
+        **dict(zip(net.blocks, net.trained, strict=True)),
+        **dict(zip(others, net.frozen, strict=True)),
+    }
     work = [
-        BlockWork(sum(p.nbytes for p in block.parameters()), size)
-        for block, size in zip(net.trained, sizes, strict=True)
+        BlockWork(sum(p.nbytes for p in blocks[i].parameters()), size)
+        for i, size in enumerate(sizes)
     ]
     counter = _Counter(work[0])
     # A storage is not kept alive by a weak reference, but its address is not given to another.
@@ -98,9 +143,9 @@ def block_work(chain: BlockChain, inputs: Inputs) -> list[BlockWork]:
             seen.add(storage)
             counter.block.saved_bytes += tensor.nbytes
 
-    for block, counted in zip(net.trained, work, strict=True):
-        block.register_forward_pre_hook(partial(counter.enter, counted))
-        block.register_forward_hook(counter.leave)
+    for i, counted in enumerate(work):
+        blocks[i].register_forward_pre_hook(partial(counter.enter, counted))
+        blocks[i].register_forward_hook(counter.leave)
     with counter, torch.autograd.graph.saved_tensors_hooks(count, lambda nothing: nothing):
         net(*inputs)
     return work
@@ -148,7 +193,8 @@ def step_seconds(work: Sequence[BlockWork], trained: Blocks, variant: str, devic
     first = min(trained)
     return sum(
         block_seconds(block, trained.role(i), variant, device)
-        - (block.macs / device.float32_macs_per_s if i == first else 0.0)
+        # With adapters most of its input gradient is needed inside the block itself.
+        - (block.macs / device.float32_macs_per_s if i == first and not block.adapters else 0.0)
         for i, block in enumerate(work)
     )
 
@@ -156,6 +202,10 @@ def step_seconds(work: Sequence[BlockWork], trained: Blocks, variant: str, devic
 def block_seconds(block: BlockWork, role: Role, variant: str, device: Device) -> float:
     """Forward, and backward where the role has one: input gradients, and those of weights."""
     moved = _READ_AND_WRITE * block.written_bytes / device.bytes_per_s
+    if role is Role.TRAINED and (more := block.adapters) is not None:
+        beside = _READ_AND_WRITE * more.written_bytes / device.bytes_per_s
+        passing = block_seconds(block, Role.PASSING, variant, device)
+        return passing + 3 * (more.macs / device.float32_macs_per_s + beside)
     if role is Role.TRAINED:
         return 3 * (block.macs / device.float32_macs_per_s + moved)
     rate = device.int8_macs_per_s if variant == "qff" else device.float32_macs_per_s
@@ -175,7 +225,9 @@ def peak_bytes(
     element = 0.25 if variant == "qff" else 1.0
     alive = input_bytes
     for block, role in zip(work, roles, strict=True):
-        if role is Role.TRAINED:
+        if role is Role.TRAINED and block.adapters is not None:
+            alive += passing_share * block.parameter_bytes + 2 * block.adapters.learned_bytes
+        elif role is Role.TRAINED:
             alive += block.state_bytes + block.parameter_bytes  # weights and their gradients
         else:
             share = frozen_share if role is Role.FROZEN else passing_share
@@ -186,6 +238,8 @@ def peak_bytes(
         peak = max(peak, alive + scale * (block.largest_bytes + block.output_bytes))
         if role is Role.FROZEN:
             kept.append(0.0)
+        elif role is Role.TRAINED and block.adapters is not None:
+            kept.append(block.adapters.saved_bytes)
         else:
             as_masks = role is Role.PASSING and block.float_share == 0
             kept.append((_KEPT[variant] if as_masks else 1.0) * block.saved_bytes)
@@ -212,7 +266,11 @@ def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
         costs = interpolated(counted)
     else:
         work, inputs = _work_of(settings)
-        for blocks in settings.spans(len(work)):
+        if settings.rank:
+            plain = [replace(block, adapters=None) for block in work]
+            costs[1.0] = _cost(plain, Span(0, len(work)), "f", inputs, rates)
+        learning = [i for i, block in enumerate(work) if block.adapters or not settings.rank]
+        for blocks in settings.spans(learning):
             costs[blocks] = _cost(work, blocks, settings.variant, inputs, rates)
     return settings.table(costs, len(work), source="analytic", backend=f"analytic {device}")
 
@@ -232,5 +290,5 @@ def _cost(
 ) -> Cost:
     memory = peak_bytes(work, trained, variant, sum(x.nbytes for x in inputs))
     seconds = step_seconds(work, trained, variant, device)
-    upload = sum(work[i].state_bytes for i in trained)
+    upload = sum(work[i].upload_bytes for i in trained)
     return Cost(six_digits(seconds), None, round(memory), round(upload))

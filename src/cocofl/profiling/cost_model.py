@@ -24,13 +24,15 @@ import torch
 from numpy.typing import NDArray
 
 from cocofl.allocator import keep_freed_memory
-from cocofl.freeze import freeze, upload_sizes
+from cocofl.freeze import AdaptedChain, freeze, upload_sizes
 from cocofl.profiling.analytic import BlockWork, block_seconds, block_work
 from cocofl.profiling.device_rates import DEVICES
 from cocofl.profiling.memory import Build, MemoryModel, peak_tensor_bytes
+from cocofl.profiling.resident import settled_bytes
 from cocofl.profiling.subject import (
     LEVELS,
     WIDTHS,
+    Inputs,
     Settings,
     interpolated,
     kernel_plan,
@@ -38,7 +40,7 @@ from cocofl.profiling.subject import (
     training_step,
 )
 from cocofl.profiling.sweep import Progress
-from cocofl.profiling.table import Configuration, Cost, Hardware, ProfileTable
+from cocofl.profiling.table import Configuration, Cost, Hardware, ProfileTable, joined
 from cocofl.rng import stream
 from cocofl.span import Blocks, Role, Span
 
@@ -84,17 +86,26 @@ def fast_table(
         yield from _fast_widths(settings, len(WIDTHS) if every_width else MEASURED_WIDTHS)
         return
     chain, inputs = settings.chain()
-    n = len(chain)
+    n, learning = len(chain), chain.learning_blocks
     state = measured_state(chain, inputs)
     plan = kernel_plan(settings, chain, state)
+    process_bytes = settled_bytes()
     how = partial(freeze, chain, variant=settings.variant, backend=settings.backend)
     build: Build = partial(how, state=state, plan=plan)
-    memory, wanted = MemoryModel(build, inputs, n), settings.spans(n)
-    fitted, checks = design(n, wanted)
-    links = sorted({Span(0, n), *(Span(i, i + 1) for i in (n // 4, n // 2, n - 1))})
-    seconds = yield from interleaved(
-        [*fitted, *checks], lambda blocks: training_step(build(blocks), inputs), links
-    )
+    wanted = settings.spans(learning)
+    peaks = _peaks(wanted, build, inputs, n, adapters=bool(settings.rank))
+    fitted, checks = design(learning, wanted)
+    alone = (len(learning) // 4, len(learning) // 2, -1)
+    links = sorted({joined(learning), *(joined([learning[i]]) for i in alone)})
+    plain = chain.plain if isinstance(chain, AdaptedChain) else chain
+    whole = partial(freeze, plain, Span(0, n), variant="f")
+
+    def step_of(key: Configuration) -> Callable[[], None]:
+        return training_step(build(key) if isinstance(key, Blocks) else whole(), inputs)
+
+    full = [1.0] if settings.rank else []  # what the costs of adapters are compared with
+    timed: list[Configuration] = [*fitted, *checks, *full]
+    seconds = yield from interleaved(timed, step_of, [*links])
     times = fit(block_work(chain, inputs), settings.variant, {key: seconds[key] for key in fitted})
     error = _error([times.step_s(key) / seconds[key] - 1 for key in checks], len(fitted))
     sizes = upload_sizes(chain, scales=settings.integers)
@@ -103,9 +114,23 @@ def fast_table(
         # What was measured is better than what is predicted from it.
         step_s = seconds.get(blocks) or times.step_s(blocks)
         upload = sum(sizes[block] for block in blocks)
-        costs[blocks] = Cost(step_s, None, memory.peak_bytes(blocks), upload)
+        costs[blocks] = Cost(step_s, None, peaks[blocks], upload)
+    for key in full:
+        upload = sum(upload_sizes(plain, scales=settings.integers))
+        costs[key] = Cost(seconds[key], None, peak_tensor_bytes(whole, inputs), upload)
+    facts = {"process_bytes": process_bytes, "error": error}
     hardware = Hardware.here(settings.threads, plan.choices)
-    yield settings.table(costs, n, source="fast", hardware=hardware, error=error)
+    yield settings.table(costs, n, source="fast", hardware=hardware, **facts)
+
+
+def _peaks(
+    wanted: Sequence[Blocks], build: Build, inputs: Inputs, n_blocks: int, *, adapters: bool
+) -> dict[Blocks, int]:
+    """The peak of each configuration: replayed from few; with adapters each is recorded itself."""
+    if adapters:
+        return {blocks: peak_tensor_bytes(partial(build, blocks), inputs) for blocks in wanted}
+    memory = MemoryModel(build, inputs, n_blocks)
+    return {blocks: memory.peak_bytes(blocks) for blocks in wanted}
 
 
 def _fast_widths(settings: Settings, number: int) -> Iterator[Progress | ProfileTable]:
@@ -118,6 +143,7 @@ def _fast_widths(settings: Settings, number: int) -> Iterator[Progress | Profile
     between = {(left + right) // 2 for left, right in pairwise(picked)} - set(picked)
     fitted, checks = ([WIDTHS[i] for i in sorted(some)] for some in (picked, between))
     measured = sorted({*LEVELS, *fitted, *checks})
+    process_bytes = _process_bytes(settings)
     peaks: dict[float, int] = {}
     steps: dict[float, Callable[[], None]] = {}
     uploads: dict[float, int] = {}
@@ -136,21 +162,30 @@ def _fast_widths(settings: Settings, number: int) -> Iterator[Progress | Profile
     everything = interpolated(costs)
     for width in WIDTHS:
         everything[width] = everything[width]._replace(upload_bytes=uploads[width])
+    facts = {"process_bytes": process_bytes, "error": error}
     source = "fast" if len(measured) < len(WIDTHS) else "measured"
     hardware = Hardware.here(settings.threads)
-    yield settings.table(everything, len(chain), source=source, hardware=hardware, error=error)
+    yield settings.table(everything, len(chain), source=source, hardware=hardware, **facts)
 
 
-def design(n_blocks: int, wanted: Sequence[Blocks]) -> tuple[list[Blocks], list[Blocks]]:
+def _process_bytes(settings: Settings) -> int | None:
+    """What this process holds with the whole network and a mini-batch, after a step."""
+    chain, inputs = settings.chain(1.0)
+    training_step(freeze(chain, Span(0, len(chain)), variant="f"), inputs)()
+    return settled_bytes()
+
+
+def design(learning: Sequence[int], wanted: Sequence[Blocks]) -> tuple[list[Blocks], list[Blocks]]:
     """What is measured to fit the model, and which of those wanted to see how good it is.
 
     Spans of one and two blocks see each block in each role at a small total, so that their
     relative error is small; a few long ones keep the sum right.
     """
-    cuts = sorted({round(n_blocks * k / LONG) for k in range(1, LONG + 1)} - {0})
-    fitted: set[Blocks] = {Span(i, i + k) for k in (1, 2) for i in range(n_blocks - k + 1)}
-    fitted |= {Span(0, cut) for cut in cuts}
-    fitted |= {Span(cut, n_blocks) for cut in cuts if cut < n_blocks}
+    n = len(learning)
+    cuts = sorted({round(n * k / LONG) for k in range(1, LONG + 1)} - {0})
+    fitted = {joined(learning[i : i + k]) for k in (1, 2) for i in range(n - k + 1)}
+    fitted |= {joined(learning[:cut]) for cut in cuts}
+    fitted |= {joined(learning[cut:]) for cut in cuts if cut < n}
     others = [blocks for blocks in wanted if blocks not in fitted]
     order = stream(0, "profiling.checks").permutation(len(others))[:CHECKS]
     return sorted(fitted), sorted(others[i] for i in order)

@@ -1,28 +1,24 @@
 """One configuration, measured in a process of its own.
 
-``python -m cocofl.profiling.measure WORKSPACE CONFIGURATION`` prints one line of JSON. The fresh
-process makes the peak of resident memory that of this configuration and nothing else. The peak is
-the kernel's high-water mark (what ``getrusage`` calls ``ru_maxrss``), read from ``VmHWM`` where
-there is one: after an ``exec`` Linux lets ``ru_maxrss`` begin with the *parent's* peak.
+``python -m cocofl.profiling.measure WORKSPACE CONFIGURATION`` prints one line of JSON. In a fresh
+process what is resident before training is the same for every configuration, and what comes on top
+is that of this configuration and nothing else.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +27,7 @@ from cocofl.errors import CocoflError, ProfilingFailed
 from cocofl.freeze import freeze, upload_sizes
 from cocofl.named import search_path
 from cocofl.profiling.memory import peak_tensor_bytes
+from cocofl.profiling.resident import resident_peak
 from cocofl.profiling.subject import (
     Settings,
     load_plan,
@@ -53,9 +50,17 @@ def prepare_apart(folder: Path, settings: Settings) -> None:
     _in_fresh_process(folder, PREPARE, json.dumps(asdict(settings)))
 
 
-def measure(folder: Path, configuration: Configuration) -> Cost:
-    """What a configuration costs, measured in a fresh process."""
-    return Cost(*_in_fresh_process(folder, str(configuration)))
+class Measurement(NamedTuple):
+    """What a configuration costs, and what the process holds before; None where nobody says."""
+
+    cost: Cost
+    process_bytes: int | None
+
+
+def measure(folder: Path, configuration: Configuration) -> Measurement:
+    """Measure a configuration in a fresh process."""
+    cost, process_bytes = _in_fresh_process(folder, str(configuration))
+    return Measurement(Cost(*cost), process_bytes)
 
 
 def _in_fresh_process(folder: Path, what: str, *more: str) -> Any:
@@ -81,27 +86,34 @@ def _in_fresh_process(folder: Path, what: str, *more: str) -> Any:
     return json.loads(out.splitlines()[-1])
 
 
-def measure_here(folder: Path, configuration: Configuration) -> Cost:
-    """What a configuration costs; to be called once in the life of a process."""
-    before = _status_bytes("VmRSS") or _peak_resident_bytes()
+def measure_here(folder: Path, configuration: Configuration) -> Measurement:
+    """Measure a configuration; to be called once in the life of a process."""
     settings = load_settings(folder)
     torch.set_num_threads(settings.threads)
-    width = configuration if isinstance(configuration, float) else None
-    chain, inputs = settings.chain(width)
-    blocks = Span(0, len(chain)) if isinstance(configuration, float) else configuration
-    _forget_peak()
-    state = load_state(folder) if width is None else None
-    variant = settings.variant if width is None else "f"
+    blocks, width, subject = configuration, None, settings
+    if whole := isinstance(configuration, float):
+        width = configuration if settings.method == "width" else None
+        subject = replace(settings, rank=0)  # what the costs of adapters are compared with
+    chain, inputs = subject.chain(width)
+    if not isinstance(blocks, Blocks):
+        blocks = Span(0, len(chain))
+    state = None if whole else load_state(folder)
+    variant = "f" if whole else settings.variant
     how = partial(freeze, chain, blocks, variant=variant, backend=settings.backend)
     build = partial(how, state=state, plan=load_plan(folder))
-    step = training_step(build(), tuple(x.clone() for x in inputs))
-    seconds = timed(step, STEPS)
-    rss = max(1, _peak_resident_bytes() - before)
-    del step
+
+    def train(steps: int) -> list[float]:
+        return timed(training_step(build(), tuple(x.clone() for x in inputs)), steps)
+
+    seconds = train(STEPS)
+    resident = resident_peak(partial(train, 1))
     gc.collect()
     sizes = upload_sizes(chain, scales=settings.integers)
     upload = sum(sizes[block] for block in blocks)
-    return Cost(statistics.median(seconds), rss, peak_tensor_bytes(build, inputs), upload)
+    added = None if resident is None else max(1, resident.added)
+    peak = peak_tensor_bytes(build, inputs)
+    cost = Cost(statistics.median(seconds), added, peak, upload)
+    return Measurement(cost, None if resident is None else resident.before)
 
 
 def timed(step: Callable[[], object], repeats: int) -> list[float]:
@@ -112,27 +124,6 @@ def timed(step: Callable[[], object], repeats: int) -> list[float]:
         step()
         seconds.append(time.perf_counter() - begin)
     return seconds[WARM_UP:]
-
-
-def _forget_peak() -> None:
-    """Let the high-water mark begin anew: building and tracing are not training."""
-    gc.collect()
-    if sys.platform == "linux":
-        with suppress(AttributeError):  # not glibc
-            ctypes.CDLL(None).malloc_trim(0)
-        with suppress(OSError):  # not allowed here: the peak then counts the tracing, too
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_resident_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _status_bytes(name: str) -> int:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
 
 def main() -> None:

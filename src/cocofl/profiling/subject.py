@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,29 @@ from torch import Tensor, nn
 from cocofl.chain import BlockChain, split
 from cocofl.errors import InvalidModel, InvalidSetting
 from cocofl.files import parsed_json, read_limited, replacing, write_text
-from cocofl.freeze import VARIANTS, KernelPlan, State, backend_names, chain_state, freeze
+from cocofl.freeze import (
+    VARIANTS,
+    KernelPlan,
+    State,
+    adapt,
+    backend_names,
+    chain_state,
+    freeze,
+)
+from cocofl.freeze.adapters import ALPHA
+from cocofl.hub import is_hugging_face
 from cocofl.models import MODELS
-from cocofl.models.hugging_face import hugging_face, is_hugging_face
-from cocofl.named import lookup
-from cocofl.profiling.table import METHODS, Configuration, Cost, ProfileTable, spans_with_head
-from cocofl.span import Blocks, Span, all_spans
+from cocofl.models.hugging_face import hugging_face
+from cocofl.named import lookup, named_in_errors
+from cocofl.profiling.table import (
+    METHODS,
+    Configuration,
+    Cost,
+    ProfileTable,
+    spans_over,
+    spans_with_head,
+)
+from cocofl.span import Blocks, Span
 
 CLASSES = {"transformer": 2, "transformer-seq2seq": 81}  # 10 of all others
 # The paper's 50 steps, and the levels its baselines use: FjORD's, and those of Transformers.
@@ -53,6 +70,10 @@ class Subject:
     num_classes: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
     """Further keyword arguments of the factory."""
+    rank: int = 0
+    """Of the low-rank adapters that devices train; 0 where they train whole blocks."""
+    alpha: float = ALPHA
+    """How much adapters count, as a multiple of their rank."""
 
     def build(self, width: float | None = None, *, seed: int = 0) -> tuple[nn.Module, Inputs]:
         """The model with the weights that ``seed`` gives, and a mini-batch."""
@@ -66,17 +87,19 @@ class Subject:
                     "factory a keyword `width`, a ratio in (0, 1], that scales its channels"
                 )
             arguments["width"] = width
-        try:
-            # Not the caller's random numbers: building a model must not change what is drawn next.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                made = factory(**arguments, **dict(self.options))
-        except TypeError as error:
-            raise InvalidModel(f"{self.model} cannot be built: {error}") from error
+        # Not the caller's random numbers: building a model must not change what is drawn next.
+        with torch.random.fork_rng(devices=[]), named_in_errors(self.model, InvalidModel):
+            torch.manual_seed(seed)
+            made = factory(**arguments, **dict(self.options))
         model, example = made if isinstance(made, tuple) else (made, None)
         if not isinstance(model, nn.Module):
             raise InvalidModel(f"{self.model} gave a {type(model).__name__}; expected an nn.Module")
         return model, self._mini_batch(model, example)
+
+    def narrowed(self, width: float) -> Subject:
+        """The network at a width as one of its own, of which that is all."""
+        self.build(width)  # complains of a network that has no other widths
+        return replace(self, options=(*self.options, ("width", width)))
 
     def chain(
         self, width: float | None = None, *, samples: int | None = None
@@ -84,8 +107,12 @@ class Subject:
         """The model split into blocks by the look of ``samples`` (or all), and a mini-batch."""
         model, inputs = self.build(width)
         if isinstance(model, BlockChain):
-            return model, inputs
-        return split(model, tuple(x[:samples] for x in inputs)), inputs
+            return self.adapted(model), inputs
+        return self.adapted(split(model, tuple(x[:samples] for x in inputs))), inputs
+
+    def adapted(self, chain: BlockChain) -> BlockChain:
+        """The chain with adapters, where devices train these."""
+        return adapt(chain, self.rank, self.alpha) if self.rank else chain
 
     def _factory(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         factory: Callable[..., Any]
@@ -141,15 +168,21 @@ class Settings(Subject):
                 )
         if self.threads < 1:
             raise InvalidSetting(f"threads is {self.threads}; expected at least 1")
+        if self.rank and self.method == "width":
+            raise InvalidSetting("low-rank adapters belong to blocks; a table of widths has none")
 
     @property
     def integers(self) -> bool:
         """Whether frozen blocks are computed in int8."""
         return self.method == "span" and self.variant == "qff"
 
-    def spans(self, n_blocks: int) -> list[Blocks]:
-        """All spans, alone or each with the classifier."""
-        return spans_with_head(n_blocks) if self.head else [*all_spans(n_blocks)]
+    def spans(self, learning: Sequence[int]) -> list[Blocks]:
+        """All spans of blocks that learn, alone or each with the classifier."""
+        return (spans_with_head if self.head else spans_over)(learning)
+
+    def full(self, n_blocks: int) -> Configuration:
+        """What shares of full training refer to: every block trained whole, at width 1."""
+        return 1.0 if self.rank or self.method == "width" else Span(0, n_blocks)
 
     def table(
         self, costs: Mapping[Configuration, Cost], n_blocks: int, **facts: Any
@@ -164,6 +197,8 @@ class Settings(Subject):
             "batch": self.batch,
         }
         rows = {key: cost._replace(step_s=six_digits(cost.step_s)) for key, cost in costs.items()}
+        if self.rank:
+            known |= {"rank": self.rank, "full": rows.pop(1.0)}
         return ProfileTable.from_costs(rows, n_blocks=n_blocks, **(known | facts))
 
 
@@ -227,7 +262,7 @@ def kernel_plan(settings: Settings, chain: BlockChain, state: State) -> KernelPl
     """The kernel of every map, and whether int8 is worth it for the blocks around each block."""
     plan, n = KernelPlan(regions=True), len(chain)
     if settings.integers and n > 1:
-        for i in range(n):
+        for i in chain.learning_blocks:
             freeze(chain, Span(i, i + 1), backend=settings.backend, state=state, plan=plan)
     return plan
 

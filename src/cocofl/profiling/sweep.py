@@ -24,17 +24,17 @@ import numpy as np
 from cocofl.checks import Amount, check_of
 from cocofl.errors import InvalidSetting
 from cocofl.files import append_text, parsed_json, read_limited, write_text
-from cocofl.profiling.measure import measure, prepare_apart
+from cocofl.profiling.measure import Measurement, measure, prepare_apart
 from cocofl.profiling.subject import WIDTHS, Settings, load_plan, load_settings
 from cocofl.profiling.table import Configuration, Cost, Hardware
 from cocofl.rng import stream
-from cocofl.span import Blocks, Span
+from cocofl.span import Blocks
 
 ANCHOR_EVERY = 10
 
 _BEGIN_ANEW = "remove that folder to begin anew, or choose another --out"
 
-Measure = Callable[[Path, Configuration], Cost]
+Measure = Callable[[Path, Configuration], Measurement]
 
 
 class Progress(NamedTuple):
@@ -51,28 +51,35 @@ class Entry(NamedTuple):
     configuration: Configuration
     anchor: bool
     cost: Cost
+    process_bytes: int | None
 
 
 def sweep(
-    settings: Settings, out: Path, *, n_blocks: int, measure_one: Measure = measure
+    settings: Settings,
+    out: Path,
+    *,
+    n_blocks: int,
+    learning: Sequence[int] | None = None,
+    measure_one: Measure = measure,
 ) -> Iterator[Progress]:
     """Measure what the journal lacks, one configuration per item; then write the table.
 
-    Stop at any point, by Ctrl-C or otherwise, and call it again: it continues.
+    Stop at any point, by Ctrl-C or otherwise, and call it again: it continues. ``learning`` are the
+    blocks that have something to learn, where not all have.
     """
     folder = out.with_name(out.name + ".partial")
     spans = settings.method == "span"
-    wanted: list[Configuration] = [*(settings.spans(n_blocks) if spans else WIDTHS)]
-    full: Configuration = Span(0, n_blocks) if spans else 1.0
+    blocks = range(n_blocks) if learning is None else learning
+    wanted: list[Configuration] = [*(settings.spans(blocks) if spans else WIDTHS)]
+    full = settings.full(n_blocks)
     prepare_apart(folder, settings)
     journal = folder / "journal.jsonl"
     entries = _read_journal(journal, settings)
 
     def note(configuration: Configuration, *, anchor: bool) -> None:
-        entry = Entry(configuration, anchor, measure_one(folder, configuration))
+        entry = Entry(configuration, anchor, *measure_one(folder, configuration))
         entries.append(entry)
-        line = json.dumps([configuration, anchor, *entry.cost], default=str)
-        append_text(journal, line + "\n")
+        append_text(journal, json.dumps(entry, default=str) + "\n")
 
     found = {entry.configuration for entry in entries if not entry.anchor}
     order = stream(0, "profiling.sweep").permutation(len(wanted))
@@ -90,8 +97,8 @@ def sweep(
     if missing:
         note(full, anchor=True)
     hardware = Hardware.here(settings.threads, load_plan(folder).choices)
-    costs = _costs(entries, full)
-    settings.table(costs, n_blocks, source="measured", hardware=hardware).save(out)
+    facts = {"hardware": hardware, "process_bytes": _process_bytes(entries)}
+    settings.table(_costs(entries, full), n_blocks, source="measured", **facts).save(out)
     shutil.rmtree(folder)
 
 
@@ -102,8 +109,19 @@ def _costs(entries: Sequence[Entry], full: Configuration) -> dict[Configuration,
         for entry, pace in zip(entries, drift(entries), strict=True)
     ]
     costs = {entry.configuration: entry.cost for entry in steady if not entry.anchor}
-    full_s = statistics.median(e.cost.step_s for e in steady if e.configuration == full)
-    return costs | {full: costs[full]._replace(step_s=full_s)}
+    of_full = [entry.cost for entry in steady if entry.configuration == full]
+    # Of adapters full training is not among what is wanted, and its first anchor stands for it.
+    whole = costs.get(full, of_full[0])
+    full_s = statistics.median(cost.step_s for cost in of_full)
+    rss = [cost.rss_bytes for cost in of_full if cost.rss_bytes is not None]
+    full_rss = round(statistics.median(rss)) if rss else None
+    return costs | {full: whole._replace(step_s=full_s, rss_bytes=full_rss)}
+
+
+def _process_bytes(entries: Sequence[Entry]) -> int | None:
+    """What a process holds before it trains; that differs a little from one to the next."""
+    known = [entry.process_bytes for entry in entries if entry.process_bytes is not None]
+    return round(statistics.median(known)) if known else None
 
 
 def drift(entries: Sequence[Entry]) -> list[float]:
@@ -116,7 +134,7 @@ def drift(entries: Sequence[Entry]) -> list[float]:
     return [float(value) for value in pace]
 
 
-_is_entry = check_of(tuple[str | float, bool, Amount, int | None, int, int])
+_is_entry = check_of(tuple[str | float, bool, tuple[Amount, int | None, int, int], int | None])
 
 
 def _read_journal(path: Path, settings: Settings) -> list[Entry]:
@@ -129,7 +147,8 @@ def _read_journal(path: Path, settings: Settings) -> list[Entry]:
         whole, _, _cut = read_limited(path).decode().rpartition("\n")
         first, *lines = whole.splitlines()
         found, measured = parsed_json(first), [parsed_json(line) for line in lines]
-        found["settings"].setdefault("head", False)  # journals of before there was one
+        for key in ("head", "rank", "alpha"):  # journals of before there was one
+            found["settings"].setdefault(key, head["settings"][key])
         known = {part: dict(found[part]) for part in head}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidSetting(f"{path} is no journal: {error}; {_BEGIN_ANEW}") from error
@@ -142,9 +161,9 @@ def _read_journal(path: Path, settings: Settings) -> list[Entry]:
     for number, line in enumerate(measured, start=2):
         if not _is_entry(line):
             raise InvalidSetting(f"{path}, line {number}, is no measurement; {_BEGIN_ANEW}")
-        key, anchor, *cost = line
+        key, anchor, cost, process_bytes = line
         configuration = Blocks.parse(key) if isinstance(key, str) else float(key)
-        entries.append(Entry(configuration, anchor, Cost(*cost)))
+        entries.append(Entry(configuration, anchor, Cost(*cost), process_bytes))
     return entries
 
 

@@ -10,17 +10,25 @@ A table file is JSON::
      "source": "measured",                // "fast": partly predicted, "analytic": not measured
      "n_blocks": 20, "batch": 32,
      "hardware": {"cpu": "…", "threads": 2, "torch": "2.13.0", "plan": "1a2b3c4d"},
+     "process_bytes": 378000000,          // beside all that follows; null if nobody knows
      "error": {"time_median": 0.02, …},   // of predictions, as fractions; empty if measured
      "columns": ["start", "stop", "step_s", "rss_bytes", "tensor_bytes", "upload_bytes"],
-     "rows": [[0, 1, 0.0712, 91234304, 61234176, 14620], …],
+     "rows": [[0, 1, 0.0712, 71234304, 61234176, 14620], …],
      "checksum": "…"                      // of all that; leave it out of a table made by hand
     }
 
-``step_s`` is the time of one mini-batch, ``rss_bytes`` the peak of resident memory above the
-process's own start (``null`` where it was not measured), ``tensor_bytes`` the peak of live tensor
-bytes. A width table has ``width`` in place of ``start`` and ``stop``, and a table with sets of
-blocks that have gaps has ``blocks``, a text like ``"2:4+19:20"``. The row that trains every block
-(0:n_blocks, or width 1) is what fractions refer to.
+``step_s`` is the time of one mini-batch. Memory is what training adds to a process that has
+imported everything and loaded model and data: ``rss_bytes`` is the peak of resident memory above
+that process (``null`` where it was not measured), ``tensor_bytes`` the peak of live tensor bytes.
+What such a process holds by itself is ``process_bytes``. Tables of before have no such key, and
+their ``rss_bytes`` count a part of the process, about 100 MB, in every row.
+
+A width table has ``width`` in place of ``start`` and ``stop``, and a table with sets of blocks that
+have gaps has ``blocks``, a text like ``"2:4+19:20"``. The row that trains every block (0:n_blocks,
+or width 1) is what fractions refer to.
+
+A table of low-rank adapters has their ``rank``, rows of blocks that have some, and as ``full`` the
+costs of training every block whole: so a share of full training means the same in all tables.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +54,7 @@ from cocofl.budget import Budget, bytes_text
 from cocofl.checks import Check, check_of, in_short
 from cocofl.errors import InvalidSpan, InvalidTable, OtherHardware, TableMismatch
 from cocofl.files import parsed_json, read_limited, write_text
-from cocofl.span import MOST_BLOCKS, Blocks, Span, all_spans
+from cocofl.span import MOST_BLOCKS, Blocks, Span
 
 FORMAT = "cocofl profile table 1"
 METHODS = ("span", "width")
@@ -116,7 +124,8 @@ class ProfileTable:
 
     ``configurations`` are sets of blocks, or widths as floats, beside ``time``, ``memory`` and
     ``upload`` in the same order. ``memory_kind`` says which peak ``memory`` is: ``rss`` or
-    ``tensor``. The ``full_…`` values turn fractions into seconds and bytes; None where nobody said.
+    ``tensor``, and counts what training adds to ``process_bytes``, which the process holds anyway.
+    The ``full_…`` values turn fractions into seconds and bytes; None where nobody said.
     """
 
     model: str
@@ -132,27 +141,38 @@ class ProfileTable:
     backend: str = ""
     batch: int | None = None
     hardware: Hardware | None = None
+    process_bytes: int | None = None
     full_step_s: float | None = None
     full_memory_bytes: float | None = None
     full_upload_bytes: float | None = None
     error: Mapping[str, float] = field(default_factory=dict)
     costs: tuple[Cost, ...] = ()
+    rank: int = 0
+    """Of the low-rank adapters that are trained; 0 where whole blocks are."""
+    full: Cost | None = None
+    """What training every block whole costs, where no row says so."""
     name: str = "(not saved)"
 
     @classmethod
     def from_costs(
         cls, costs: Mapping[Configuration, Cost], *, n_blocks: int, **facts: Any
     ) -> ProfileTable:
-        """A table of absolute costs; it must have every configuration up to the full one."""
+        """A table of absolute costs; it must have every configuration up to the full one.
+
+        Full training is that of all blocks, or what ``facts`` say is ``full``.
+        """
         configurations = tuple(sorted(costs))
         rows = tuple(costs[key] for key in configurations)
-        by_rss = all(row.rss_bytes is not None for row in rows)
-        peak = "rss_bytes" if by_rss else "tensor_bytes"
-        amounts = np.array([(r.step_s, getattr(r, peak), r.upload_bytes) for r in rows], float)
         everything = 1.0 if facts["method"] == "width" else Span(0, n_blocks)
-        full = amounts[configurations.index(everything)]
+        whole: Cost = facts.get("full") or costs[everything]
+        by_rss = all(row.rss_bytes is not None for row in (*rows, whole))
+        peak = "rss_bytes" if by_rss else "tensor_bytes"
+        amounts = np.array(
+            [(r.step_s, getattr(r, peak), r.upload_bytes) for r in (*rows, whole)], float
+        )
+        full = amounts[-1]
         return cls(
-            **_columns(configurations, amounts / full),
+            **_columns(configurations, amounts[:-1] / full),
             memory_kind="rss" if by_rss else "tensor",
             n_blocks=n_blocks,
             full_step_s=float(full[0]),
@@ -236,6 +256,28 @@ class ProfileTable:
             raise TableMismatch(f"{self.name} holds spans, not widths")
         return tuple(item for item in self.configurations if isinstance(item, float))
 
+    @cached_property
+    def learning(self) -> tuple[int, ...]:
+        """The blocks that have something to learn: all, or those with low-rank adapters."""
+        return tuple(sorted({block for blocks in self.spans for block in blocks}))
+
+    @cached_property
+    def everything(self) -> Blocks:
+        """The configuration that trains them all."""
+        return joined(self.learning)
+
+    def check_rank(self, rank: int) -> None:
+        """Refuse a strategy that trains something else than this table is about."""
+        if self.rank == rank:
+            return
+        about = f"low-rank adapters of rank {self.rank}" if self.rank else "whole blocks"
+        wanted = f'train = "lora" with rank {rank}' if rank else 'train = "blocks"'
+        how = f" --train lora --rank {rank}" if rank else ""
+        raise TableMismatch(
+            f"{self.name} says what training {about} costs, but the strategy has {wanted}; make a "
+            f"table with `cocofl profile MODEL{how}`, or set tables.spans to analytic"
+        )
+
     def row(self, configuration: Configuration) -> tuple[float, float, float]:
         """Time, memory and upload of one configuration, as fractions."""
         if configuration not in self._index:
@@ -272,10 +314,19 @@ class ProfileTable:
             "analytic": "analytic: nothing was measured",
             "published": "published by the paper's authors",
         }[self.source]
-        kind = {"rss": "resident memory", "tensor": "tensor memory"}[self.memory_kind]
         where = f" on {self.hardware}" if self.hardware else ""
         method = "widths" if self.method == "width" else f"spans, variant {self.variant}"
-        return f"{self.name}: {self.model}, {len(self)} {method}; {how}{where}; {kind}"
+        method += f", low-rank adapters of rank {self.rank}" if self.rank else ""
+        what = f"{self.name}: {self.model}, {len(self)} {method}"
+        return f"{what}; {how}{where}; {self.describe_memory()}"
+
+    def describe_memory(self) -> str:
+        """Which memory this is, and what the process holds beside it."""
+        kind = {"rss": "resident memory", "tensor": "tensor memory"}[self.memory_kind]
+        if self.process_bytes is not None:
+            return f"{kind} that training adds to the process's {bytes_text(self.process_bytes)}"
+        counts_process = self.memory_kind == "rss" and self.source != "published"
+        return kind + ", part of the process's own counted in" * counts_process
 
 
 def _columns(configurations: Sequence[Configuration], rows: Any) -> dict[str, Any]:
@@ -284,19 +335,34 @@ def _columns(configurations: Sequence[Configuration], rows: Any) -> dict[str, An
     return {"configurations": keys, "time": time, "memory": memory, "upload": upload}
 
 
-def spans_with_head(n_blocks: int) -> list[Blocks]:
+def joined(blocks: Sequence[int]) -> Blocks:
+    """Single blocks as one set."""
+    return Blocks.parse("+".join(f"{block}:{block + 1}" for block in blocks))
+
+
+def spans_over(learning: Sequence[int]) -> list[Blocks]:
+    """What spans come to where only these blocks have something to learn, each once.
+
+    >>> [str(blocks) for blocks in spans_over([1, 3])]
+    ['1:2', '1:2+3:4', '3:4']
+    """
+    ends = combinations(range(len(learning) + 1), 2)
+    return sorted(joined(learning[start:stop]) for start, stop in ends)
+
+
+def spans_with_head(learning: Sequence[int]) -> list[Blocks]:
     """Every span with the last block, the classifier, beside it or in it.
 
-    >>> [str(blocks) for blocks in spans_with_head(3)]
+    >>> [str(blocks) for blocks in spans_with_head(range(3))]
     ['0:1+2:3', '0:3', '1:3', '2:3']
     """
-    head = Span(n_blocks - 1, n_blocks)
-    return sorted({span | head for span in all_spans(n_blocks)})
+    head = joined(learning[-1:])
+    return sorted({span | head for span in spans_over(learning)})
 
 
 def spans_alone(table: ProfileTable) -> ProfileTable:
     """The table of all spans."""
-    wanted = list(all_spans(table.n_blocks))
+    wanted = spans_over(table.learning)
     if any(span not in table for span in wanted):
         raise TableMismatch(
             f"{table.name} has spans with the classifier beside them only; set strategy.head = "
@@ -315,23 +381,28 @@ def beside_head(table: ProfileTable) -> ProfileTable:
     grows by the most that it ever adds, but not beyond that of training everything up to the last
     block: it errs on the high side. Uploads add up.
     """
-    wanted = spans_with_head(table.n_blocks)
+    learning, n = table.learning, len(table.learning)
+    if learning[-1] != table.n_blocks - 1:
+        raise TableMismatch(
+            "strategy.head lets every device train the last block, but that has no adapter and no "
+            "head of its own to learn; leave it out"
+        )
+    wanted = spans_with_head(learning)
     if all(blocks in table for blocks in wanted):
         return table.only(wanted)
     spans_alone(table)  # refuses a table that has neither
-    n = table.n_blocks
-    reaching = np.array([table.row(Span(i, n)) for i in range(n - 1)])
-    before = np.array([table.row(Span(i, n - 1)) for i in range(n - 1)])
+    reaching = np.array([table.row(joined(learning[i:])) for i in range(n - 1)])
+    before = np.array([table.row(joined(learning[i:-1])) for i in range(n - 1)])
     more_time = max(0.0, float(np.median((reaching - before)[:, 0])))
     more_memory = max(0.0, float((reaching - before)[:, 1].max()))
-    upload_of_head = table.row(Span(n - 1, n))[2]
+    upload_of_head = table.row(joined(learning[-1:]))[2]
 
     def row(blocks: Blocks) -> tuple[float, float, float]:
-        span = blocks.spans[0]
-        time, memory, upload = table.row(span)
-        if span == blocks:
-            return time, memory, upload
-        most = max(memory, table.row(Span(min(span), n))[1])
+        if blocks in table:
+            return table.row(blocks)
+        own = [block for block in blocks if block != learning[-1]]
+        time, memory, upload = table.row(joined(own))
+        most = max(memory, table.row(joined(learning[learning.index(own[0]) :]))[1])
         return time + more_time, min(memory + more_memory, most), upload + upload_of_head
 
     columns = _columns(wanted, [row(blocks) for blocks in wanted])
@@ -382,13 +453,15 @@ def _parse(content: Any, name: str) -> ProfileTable:
 
 _SHAPES: dict[str, Check] = {
     **dict.fromkeys(("format", *_TEXTS, "source", "checksum"), check_of(str)),
-    **dict.fromkeys(("n_blocks", "batch"), check_of(int)),
+    **dict.fromkeys(("n_blocks", "batch", "rank"), check_of(int)),
     "hardware": check_of(dict[str, str | int] | None),
+    "process_bytes": check_of(int | None),
     "error": check_of(dict[str, float]),
     "columns": check_of(list[str]),
     "rows": check_of(list[list[str | float | None]]),
+    "full": check_of(list[float | None]),
 }
-_NOT_NEEDED = ("hardware", "error", "checksum")
+_NOT_NEEDED = ("hardware", "process_bytes", "error", "checksum", "rank", "full")
 
 
 def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
@@ -413,16 +486,33 @@ def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
     for key, value in (asdict(hardware) if hardware else {}).items():
         if isinstance(value, int) != (key == "threads"):
             raise InvalidTable(f"{incomplete}: hardware.{key} is {in_short(value)}")
+    rank = content.get("rank", 0)
+    if (rank > 0) != ("full" in content) or (rank and content["method"] == "width"):
+        raise InvalidTable(f"{incomplete}: spans of a rank, and only they, have a row full")
     return ProfileTable.from_costs(
         {key: Cost(*values) for key, values in rows.items()},
         n_blocks=content["n_blocks"],
         source=content["source"],
         batch=_whole(content, "batch", name),
         hardware=hardware,
+        process_bytes=content.get("process_bytes"),
         error=content.get("error", {}),
+        rank=rank,
+        full=_full(content, name) if rank else None,
         name=name,
         **{key: content[key] for key in _TEXTS},
     )
+
+
+def _full(content: Mapping[str, Any], name: str) -> Cost:
+    """What training every block whole costs, beside rows of something else."""
+    values = content["full"]
+    if len(values) != len(Cost._fields):
+        raise InvalidTable(
+            f"{name}: full is {in_short(values)}; expected {len(Cost._fields)} numbers"
+        )
+    everything: Configuration = Span(0, content["n_blocks"])
+    return Cost(*_checked([(everything, values)], Cost._fields, name)[everything])
 
 
 def _rows(
@@ -456,18 +546,31 @@ def _rows(
         if 1.0 not in found:
             raise InvalidTable(f"{name} lacks width 1, to which all fractions refer")
         return found
-    missing = (str(span) for span in all_spans(n_blocks) if span not in found)
+    _check_complete(found, n_blocks, name, adapters=bool(content.get("rank")))
+    return found
+
+
+def _check_complete(
+    found: Mapping[Configuration, Sequence[Any]], n_blocks: int, name: str, *, adapters: bool
+) -> None:
+    """Refuse a table that lacks spans; of adapters, those of blocks that have some."""
+    learning: Sequence[int] = range(n_blocks)
+    if adapters:
+        learning = sorted({block for own in found if isinstance(own, Blocks) for block in own})
+    k = len(learning)
+    ends = combinations(range(k + 1), 2)
+    every = (joined(learning[start:stop]) for start, stop in ends)
+    missing = (str(blocks) for blocks in every if blocks not in found)
     # Counted first: whoever says that there are a thousand blocks need not be asked for all spans.
-    few = len(found) <= n_blocks * (n_blocks - 1) // 2
+    few = len(found) <= k * (k - 1) // 2
     if (first := [*islice(missing, 6)]) and (
-        few or any(blocks not in found for blocks in spans_with_head(n_blocks))
+        few or any(blocks not in found for blocks in spans_with_head(learning))
     ):
         shown = ", ".join(first[:5]) + (", …" if len(first) > 5 else "")
         raise InvalidTable(
-            f"{name} has {len(found)} of the {n_blocks * (n_blocks + 1) // 2} spans of {n_blocks} "
+            f"{name} has {len(found)} of the {k * (k + 1) // 2} spans of {k} "
             f"blocks; missing are {shown}"
         )
-    return found
 
 
 def _whole(content: Mapping[str, Any], key: str, name: str, most: int = 2**31) -> int:
@@ -599,7 +702,9 @@ def _to_text(table: ProfileTable) -> str:
     head = {
         "format": FORMAT,
         **facts,
+        **({"rank": table.rank, "full": list(table.full)} if table.full else {}),
         "hardware": None if table.hardware is None else asdict(table.hardware),
+        **({} if table.process_bytes is None else {"process_bytes": table.process_bytes}),
         "error": dict(table.error),
         "columns": [*columns, *Cost._fields],
     }

@@ -67,7 +67,7 @@ def curve_chart(
             x=x,
             y=y,
             name=name,
-            mode="lines+markers" if len(x) < 30 and not is_level else "lines",
+            mode="lines+markers" if one.is_short and not is_level else "lines",
             line={"color": colour, "width": 2, "dash": "dash" if line.is_bound else "solid"},
             marker={"size": 5},
             hovertemplate=f"<b>{name}</b> %{{y:.4g}}{unit}<br>{_HOVER[axis]}<extra></extra>",
@@ -118,8 +118,8 @@ def _whole_scale(metric: MetricFacts, top: float) -> dict[str, Any]:
     return {"range": [0, top]} if metric.is_share else {"rangemode": "tozero"}
 
 
-def trained_chart(found: Trained) -> go.Figure:
-    """How often each block was trained by each group (or each width)."""
+def trained_chart(found: Trained, most: float) -> go.Figure:
+    """How often each group trained each block (or width); the scale ends at ``most``."""
     updates = "%{z:.2f} updates per round<br>%{text}<extra></extra>"
     figure = go.Figure()
     figure.add_heatmap(
@@ -128,7 +128,7 @@ def trained_chart(found: Trained) -> go.Figure:
         y=[escape(name) for name in found.groups],
         text=[[f"{one:.0%} of the group's updates" for one in shares] for shares in found.shares],
         zmin=0,
-        zmax=max(float(found.updates.max(initial=0)), 1e-9),
+        zmax=most,
         xgap=1,
         ygap=1,
         colorbar={"thickness": 10, "title": {"text": "per round", "side": "right"}},

@@ -19,7 +19,7 @@ from cocofl.report.drawing import (
     profiling_figure,
     save,
 )
-from cocofl.report.findings import AXES, curve, summary, trained
+from cocofl.report.findings import AXES, curve, most_updates, summary, trained
 from cocofl.report.palette import line_colours
 from cocofl.report.runs import Scene, arrange
 from cocofl.report.sources import Sources
@@ -73,8 +73,9 @@ def curve_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
                 level = scale * float(one.mean[-1])
                 axes.axhline(level, color=colour, ls=style, label=plain(line.label))
                 continue
-            x = getattr(one, axis)
-            axes.plot(x, scale * one.mean, color=colour, ls=style, lw=1.4, label=plain(line.label))
+            x, mean = getattr(one, axis), scale * one.mean
+            marks = {"marker": "o" if one.is_short else "", "ms": 3}
+            axes.plot(x, mean, color=colour, ls=style, lw=1.4, label=plain(line.label), **marks)
             if len(line.runs) > 1:
                 band = {"color": colour, "alpha": 0.18, "linewidth": 0}
                 axes.fill_between(x, scale * one.low, scale * one.high, **band)
@@ -94,8 +95,9 @@ def trained_figure(scene: Scene) -> Figure:
     ratios = [0.75 + 0.22 * len(one.groups) for _, one in found]
     figure = new_figure(6.4, sum(ratios))
     panels = figure.subplots(len(found), 1, squeeze=False, height_ratios=ratios)[:, 0]
+    most = most_updates(one for _, one in found)
     for axes, (label, one) in zip(panels, found, strict=True):
-        image = axes.imshow(one.updates, aspect="auto", cmap="Blues", vmin=0)
+        image = axes.imshow(one.updates, aspect="auto", cmap="Blues", vmin=0, vmax=most)
         axes.set_yticks(range(len(one.groups)), [plain(name) for name in one.groups], fontsize=7)
         axes.set_xticks(range(len(one.columns)), one.columns, fontsize=7)
         axes.set_title(f"{plain(label)}: updates per round, by {one.what}", loc="left", fontsize=8)

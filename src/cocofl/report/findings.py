@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from cocofl.errors import InvalidSpan, RunFolderProblem
 from cocofl.experiment import Run, Spread
 from cocofl.fl.strategies.facts import PROPOSED
 from cocofl.report.runs import Line, Scene
-from cocofl.runlog import FATES, metric_names, scores_by_name
+from cocofl.runlog import FATES, Scores, metric_names, scores_by_name
 from cocofl.span import MOST_BLOCKS, Blocks
 
 Floats = NDArray[np.float64]
@@ -43,6 +43,10 @@ class Row:
     """How many of its runs have reached their end."""
     epsilon: float | None = None
     """The largest of its runs', where there is privacy."""
+    averaged: dict[str, Spread] = field(default_factory=dict)
+    """By metric, of the mean of the model over rounds, where all of its runs keep one."""
+    energy_j: float | None = None
+    """What training took on all devices; a mean, where their power is known."""
 
 
 def summary(line: Line) -> Row:
@@ -57,7 +61,7 @@ def summary(line: Line) -> Row:
         seeds=n_runs,
         is_bound=line.is_bound,
         lr=experiment.training.lr,
-        scores=_spreads([{key: one[key] for key in metric_names(one)} for one in finals]),
+        scores=_spreads([_numbers(one) for one in finals]),
         groups=_spreads([scores_by_name(one, f"group_{name}") for one in finals]),
         worst_device=_spreads([scores_by_name(one, f"device_{name}") for one in finals]).get("min"),
         simulated_s=sum(one.simulated_s for run in line.runs for one in run.rounds) / n_runs,
@@ -65,7 +69,14 @@ def summary(line: Line) -> Row:
         updates={fate: sum(run.fates[fate] for run in line.runs) / n_runs for fate in FATES},
         complete=sum(run.folder.is_complete for run in line.runs),
         epsilon=max(run.rounds[-1].epsilon or 0.0 for run in line.runs) or None,
+        averaged=_spreads([_numbers(run.averaged) for run in line.runs]),
+        energy_j=sum(one.energy_j or 0.0 for run in line.runs for one in run.rounds) / n_runs
+        or None,
     )
+
+
+def _numbers(scores: Scores) -> dict[str, float]:
+    return {key: scores[key] for key in metric_names(scores)}
 
 
 def _spreads(of_seeds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
@@ -111,6 +122,11 @@ class Curve:
     low: Floats
     high: Floats
     groups: dict[str, Floats]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its points are marked: of one alone nothing else would be seen."""
+        return len(self.rounds) < 30
 
 
 def curve(line: Line, at_most: int | None = None) -> Curve:
@@ -194,7 +210,7 @@ def trained(line: Line, groups: Sequence[str]) -> Trained:
         for one in record.devices
         if one.fate == "merged" and one.work is not None
     )
-    trained_by = {work: _blocks(work) for _, work in counts}
+    trained_by = {work: blocks_of(work) for _, work in counts}
     if all(blocks is not None for blocks in trained_by.values()):
         n_blocks = 1 + max((max(blocks) for blocks in trained_by.values() if blocks), default=0)
         known = line.runs[0].folder.about.get("model_blocks")
@@ -217,7 +233,13 @@ def trained(line: Line, groups: Sequence[str]) -> Trained:
     return Trained(what, columns, names, found / n_rounds, found / np.maximum(totals, 1))
 
 
-def _blocks(work: str) -> Blocks | None:
+def most_updates(found: Iterable[Trained]) -> float:
+    """Where the scale of heat maps that are compared ends."""
+    return max((float(one.updates.max(initial=0)) for one in found), default=0) or 1.0
+
+
+def blocks_of(work: str) -> Blocks | None:
+    """The blocks that a record says were trained; None where it names a width or the like."""
     try:
         blocks = Blocks.parse(work)
         blocks.check_fits(MOST_BLOCKS)

@@ -18,10 +18,10 @@ from cocofl import data
 from cocofl.config import Experiment
 from cocofl.data.data_files import is_path
 from cocofl.data.partition import COUNTED
-from cocofl.errors import CocoflError, DataNotFound, InvalidSetting, OtherHardware
+from cocofl.errors import DataNotFound, InvalidSetting, OtherHardware
 from cocofl.experiment import Setup
 from cocofl.fl.strategies import NEEDS_NOTHING
-from cocofl.fl.strategies.facts import SPANS, WIDTHS
+from cocofl.freeze import VARIANTS
 from cocofl.named import refuse_untrusted
 from cocofl.profiling import ProfileTable
 from cocofl.report.runs import Scene
@@ -89,17 +89,14 @@ class Sources:
         return Holdings.of(setup.data.train, setup.partition, devices.group_of, names, seed)
 
     def tables(self) -> list[ProfileTable]:
-        """The tables of spans, one per variant that was used, and that of widths."""
-        spans = [line.runs[0] for line in self._lines if line.facts.tables == SPANS]
-        used = [str(run.experiment.strategy.options.get("variant", "qff")) for run in spans]
-        found = [self._setup.tables.spans(one) for one in dict.fromkeys(used or ["qff"])]
-        try:
-            found.append(self._setup.tables.widths())
-        except CocoflError:
-            # The user's own model may have no width; then there is nothing to set beside spans.
-            if any(line.facts.tables == WIDTHS for line in self._lines):
-                raise
-        return found
+        """The tables that served its strategies: of spans, one per variant, and of widths.
+
+        Counting one takes seconds, so nobody waits for one that served none.
+        """
+        abouts = [line.runs[0].folder.about for line in self._lines]
+        served = {kind for about in abouts for kind in about.get("tables", {})}
+        found = [self._setup.tables.spans(one) for one in VARIANTS if one in served]
+        return [*found, self._setup.tables.widths()] if "width" in served else found
 
     @cached_property
     def _setup(self) -> Setup:

@@ -55,6 +55,9 @@ def summary_table(scene: Scene, *, costs: bool = True) -> TextTable:
         "strategy": [row.label for row in rows],
         metric.heading: [_cell(row.scores.get(metric.name), metric) for row in rows],
     }
+    if any(row.averaged for row in rows):
+        averages = [_cell(row.averaged.get(metric.name), metric) for row in rows]
+        columns[f"averaged {metric.heading}"] = averages
     if costs and found is not None:
         ours, margins = found
         columns[f"to {ours.name}"] = [
@@ -69,6 +72,10 @@ def summary_table(scene: Scene, *, costs: bool = True) -> TextTable:
     if costs:
         columns["simulated time"] = [seconds_text(row.simulated_s) for row in rows]
         columns["uploaded"] = [bytes_text(row.bytes_up) for row in rows]
+        if any(row.energy_j for row in rows):
+            columns["energy / kJ"] = [
+                f"{row.energy_j / 1e3:.4g}" if row.energy_j else NOTHING for row in rows
+            ]
         for fate in FATES:
             if fate == "merged" or any(row.updates[fate] for row in rows):
                 columns[fate] = [f"{row.updates[fate]:.4g}" for row in rows]
@@ -83,6 +90,8 @@ def highlights(scene: Scene) -> dict[str, str]:
     """What to know first of the only line of a scene, by name."""
     row, first = summary(scene.lines[0]), scene.metric
     figures = [(first.name, first, row.scores.get(first.name))]
+    if row.averaged:
+        figures.append((f"{first.name} averaged over rounds", first, row.averaged[first.name]))
     figures += [(f"{first.name} of {name}", first, row.groups[name]) for name in scene.groups]
     figures += [(one.name, one, row.scores.get(one.name)) for one in scene.other_metrics]
     return {
@@ -92,6 +101,7 @@ def highlights(scene: Scene) -> dict[str, str]:
         },
         "simulated time": seconds_text(row.simulated_s),
         "uploaded": bytes_text(row.bytes_up),
+        **({"energy": f"{row.energy_j / 1e3:.4g} kJ"} if row.energy_j else {}),
         **{f"updates {fate}": f"{count:.4g}" for fate, count in row.updates.items() if count},
         **({f"ε at δ = {_delta(scene):g}": f"{row.epsilon:.4g}"} if row.epsilon else {}),
     }

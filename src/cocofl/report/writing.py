@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
@@ -18,9 +17,11 @@ from cocofl.experiment import Run
 from cocofl.files import write_text
 from cocofl.profiling import ProfileTable
 from cocofl.report import charts
-from cocofl.report.findings import ahead, curve, summary, trained
+from cocofl.report.findings import ahead, curve, most_updates, summary, trained
 from cocofl.report.nodes import node_histories, node_table, reason_table
+from cocofl.report.pages import as_json, template
 from cocofl.report.palette import ON_DARK, line_colours
+from cocofl.report.ranking import overall_table, ranking_table
 from cocofl.report.runs import Line, Scene, arrange
 from cocofl.report.sources import Sources
 from cocofl.report.tables import highlights, summary_table
@@ -70,10 +71,12 @@ def report_page(runs: Sequence[Run]) -> str:
         "title": " and ".join(dict.fromkeys(run.experiment.name for run in reported)),
         "subtitle": _subtitle(reported),
         "stages": stages,
+        "ranking": overall_table(scenes),
         "chips": [
             {"label": label, "colour": colour, "bound": label in bounds}
             for label, colour in colours.items()
         ],
+        "several_seeds": any(len(line.runs) > 1 for line in lines),
         "unfinished": [str(run.path) for run in reported if not run.folder.is_complete],
         "skipped": skipped,
         "profiles": profiles,
@@ -83,18 +86,11 @@ def report_page(runs: Sequence[Run]) -> str:
         "tables": _tables(lines),
         "made_with": _made_with(reported),
         "commands": _commands(reported),
-        "charts": _json(drawings.figures),
-        "on_dark": _json(ON_DARK),
+        "charts": as_json(drawings.figures),
+        "on_dark": as_json(ON_DARK),
         "library": Markup(get_plotlyjs().replace("</script", "<\\/script")),
     }
-    environment = Environment(
-        loader=PackageLoader("cocofl.report", "page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html").render(page)
+    return template("report.html").render(page)
 
 
 def _stage(
@@ -130,9 +126,10 @@ def _stage(
         "header": table.header,
         "tiles": highlights(scene) if len(lines) == 1 else {},
         "headline": _headline(scene),
+        "ranking": ranking_table(scene),
         "curves": curves,
         "fairness": fairness,
-        "trained": [_trained_card(line, groups, drawings) for line in lines],
+        "trained": _trained_cards(lines, groups, drawings),
         "data": data,
         "missing_data": missing_data,
         "nodes": [_nodes(run, drawings) for line in lines for run in line.runs if run.is_deployed],
@@ -154,10 +151,14 @@ def _nodes(run: Run, drawings: Drawings) -> dict[str, Any]:
     }
 
 
-def _trained_card(line: Line, groups: Sequence[str], drawings: Drawings) -> Card:
-    found = trained(line, groups)
-    height_px = 110 + 34 * len(found.groups)
-    return drawings.add(charts.trained_chart(found), line.label, height_px, of=line.label)
+def _trained_cards(lines: Sequence[Line], groups: Sequence[str], drawings: Drawings) -> list[Card]:
+    """Heat maps with one scale, so that a colour means the same in all."""
+    found = {line.label: trained(line, groups) for line in lines}
+    most = most_updates(found.values())
+    return [
+        drawings.add(charts.trained_chart(one, most), label, 110 + 34 * len(one.groups), of=label)
+        for label, one in found.items()
+    ]
 
 
 def _data_cards(sources: Sources, drawings: Drawings) -> tuple[list[Card], str]:
@@ -185,9 +186,9 @@ def _profile_cards(sources: Sequence[Sources], drawings: Drawings) -> tuple[list
         except (CocoflError, OSError) as error:
             missing[str(error)] = None
     cards = []
-    for (first, *others), what in product(shown.values(), ("time", "memory")):
+    for (first, *others), what in product(filter(None, shown.values()), ("time", "memory")):
         chart, title = charts.profile_chart([first, *others], what), f"{what} and upload"
-        caption = f"Memory is {first.memory_kind} memory." if what == "memory" else ""
+        caption = f"Memory: {first.describe_memory()}." if what == "memory" else ""
         cards.append(drawings.add(chart, f"{first.model}: {title}", 330, caption))
     return cards, list(missing)
 
@@ -271,11 +272,3 @@ def _commands(runs: Sequence[Run]) -> list[str]:
         shlex.join(["cocofl", "run", str(run.path / "experiment.toml"), "--out", "runs/again"])
         for run in runs
     ]
-
-
-def _json(value: Any) -> Markup:
-    """JSON that can stand in a script element, whatever it holds."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return Markup(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from cocofl.fl.merge import Mean
 from cocofl.fl.state import Contribution, ServerState
 from cocofl.models import MODELS
 from cocofl.vector import Adam, Cohort, DeviceWork, Optimizer, Program, Sgd
+from cocofl.vector.kernels.choice import KernelSet
 from tests.vector.serial import Round, draw_round, spans_of, train_one, with_biases
 
 BATCH, SAMPLES = 8, 40
@@ -278,3 +281,34 @@ def test_a_device_that_rests_keeps_its_statistics() -> None:
     found = together(cohort_of(chain, x, y, devices=6), state, one)
     for (a, _), (b, _) in zip(serially(chain, state, one, x, y), found, strict=True):
         assert largest_difference(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM])
+def test_steps_that_only_compile_kernels_leave_nothing_behind(
+    optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here they compute as well, so what they changed would show."""
+    chain, x, y = tiny("mobilenet", torch.float32)
+    state = chain_state(chain)
+    compilers = []
+
+    @contextmanager
+    def nobody_compiles(on: torch.device) -> Iterator[None]:
+        compilers.append(on)
+        yield
+
+    monkeypatch.setattr("cocofl.vector.training.cohort.compiling_only", nobody_compiles)
+    found = []
+    for kernels in (KernelSet(), KernelSet(has_triton=True)):
+        cohort = cohort_of(chain, x, y, optimizer=optimizer)
+        cohort.program.kernels = kernels
+        works = [DeviceWork(span, "qff", 0.05) for span in spans_of(len(chain))]
+        for seed in (0, 1):
+            one = draw_round(works, SAMPLES, BATCH, SIZES, seed)
+            cohort.train(cohort.rows_of([state]), [frozenset()], works, one.indices, one.valid)
+            ends = [cohort.parameters, cohort.statistics, cohort.measured, cohort.losses]
+            found += [tensor.nan_to_num(-1) for tensor in ends]
+    assert compilers == [torch.device("cpu")], "a kind of step is compiled once"
+    half = len(found) // 2
+    for one_way, other_way in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(one_way, other_way)

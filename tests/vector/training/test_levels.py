@@ -124,7 +124,7 @@ def test_two_rounds_in_float64(name: str, kind: str, optimizer: Optimizer, lr: f
             levels = schedule, torch.zeros(4, 3, cohort.statistics.shape[1]).double()
         cohort.train(cohort.rows_of([other]), [frozenset()], works, one.indices, one.valid, levels)
         expected, found = [], []
-        layout = KeyLayout(where.__getitem__)
+        layout = KeyLayout(lambda width, _roll: where[width])
         for d, width in enumerate(WIDTHS):
             widths = [WIDTHS[level] for level in schedule[:, d]]
             a = alone(name, state, one, d, widths, x, y, optimizer)

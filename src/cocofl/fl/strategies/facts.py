@@ -21,6 +21,7 @@ BLOCKS, SLICES = "blocks", "slices"
 _KNOWN = {
     "role": (PROPOSED, BASELINE, UPPER_BOUND),
     "tables": ("", SPANS, FULL_TRAINING, WIDTHS),
+    "variant": ("f", "ff", "qff"),
     "uploads": ("", BLOCKS, SLICES),
 }
 _COLOUR = re.compile(r"(#[0-9A-Fa-f]{6})?")
@@ -37,10 +38,18 @@ class StrategyFacts:
     """The proposed method; a baseline that obeys budgets; or an upper bound that ignores them."""
     tables: str = ""
     """Of what it must know the cost: spans, full training only, widths, or nothing."""
+    variant: str = "qff"
+    """Of its table of spans, where no option says another."""
     uploads: str = BLOCKS
     """Whole blocks, which a deployment can check; slices of tensors; or nothing."""
+    own_network: bool = False
+    """Whether it plays with another network than the experiment's, which a simulation chooses."""
     all_data_in_one_place: bool = False
     """One device has all data; a tenth of the rounds, no uploads, no groups."""
+    waits: bool = True
+    """Whether the server waits for a round's devices; else it merges in simulated time."""
+    in_paper: bool = False
+    """Whether CoCoFL's paper has numbers of it."""
     colour: str = ""
     """In figures, like ``#0072B2``; else one that is left."""
     order: int = 100

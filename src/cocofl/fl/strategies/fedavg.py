@@ -8,19 +8,33 @@ from cocofl.fl.select import feasible
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
 from cocofl.fl.strategies.facts import FULL_TRAINING, UPPER_BOUND, StrategyFacts, declares
-from cocofl.span import Span
+from cocofl.fl.strategies.learning import LORA, WHOLE, check_learning
+from cocofl.freeze.adapters import ALPHA, RANK
 
 CITATION = "McMahan et al., AISTATS 2017"
 
 
 @declares(
     StrategyFacts(
-        label="FedAvg", citation=CITATION, tables=FULL_TRAINING, colour="#E69F00", order=6
+        label="FedAvg",
+        citation=CITATION,
+        tables=FULL_TRAINING,
+        in_paper=True,
+        colour="#E69F00",
+        order=6,
     )
 )
-def fedavg(tables: Tables) -> Strategy:
-    """Asks only devices that can train everything in time; the data of the others is lost."""
-    table, full = tables.spans(), Span(0, tables.n_blocks)
+def fedavg(
+    tables: Tables, *, train: str = WHOLE, rank: int = RANK, alpha: float = ALPHA
+) -> Strategy:
+    """Asks only devices that can train everything in time; the data of the others is lost.
+
+    With ``train = "lora"`` everything are adapters of ``rank`` beside float32 maps.
+    """
+    check_learning(train, rank, alpha)
+    # Of whole blocks full training is the same in every variant.
+    table = tables.spans("f" if train == LORA else None)
+    full = table.everything
     work = SpanWork(full, variant="f")
 
     def plan(situation: Situation) -> Plan | None:
@@ -36,13 +50,17 @@ def fedavg(tables: Tables) -> Strategy:
         label="FedAvg without limits",
         citation=CITATION,
         role=UPPER_BOUND,
+        in_paper=True,
         colour="#009E73",
         order=2,
     )
 )
-def fedavg_full(tables: Tables) -> Strategy:
+def fedavg_full(
+    tables: Tables, *, train: str = WHOLE, rank: int = RANK, alpha: float = ALPHA
+) -> Strategy:
     """All devices train everything, whatever their budgets say: an upper bound, not a rival."""
-    everything = Plan(SpanWork(Span(0, tables.n_blocks), variant="f"), 1.0)
+    check_learning(train, rank, alpha)
+    everything = Plan(SpanWork(tables.everything, variant="f"), 1.0)
     return Strategy(lambda _situation: everything, Mean("everyone"))
 
 
@@ -50,12 +68,15 @@ def fedavg_full(tables: Tables) -> Strategy:
     StrategyFacts(
         label="centralized training",
         role=UPPER_BOUND,
+        in_paper=True,
         uploads="",
         all_data_in_one_place=True,
         colour="#6B7280",
         order=1,
     )
 )
-def centralized(tables: Tables) -> Strategy:
+def centralized(
+    tables: Tables, *, train: str = WHOLE, rank: int = RANK, alpha: float = ALPHA
+) -> Strategy:
     """Ordinary training on all data: an epoch stands for ten rounds, as in the paper."""
-    return fedavg_full(tables)
+    return fedavg_full(tables, train=train, rank=rank, alpha=alpha)

@@ -22,6 +22,7 @@ FJORD_WIDTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
         citation="Diao et al., ICLR 2021",
         tables=WIDTHS,
         uploads=SLICES,
+        in_paper=True,
         colour="#D55E00",
         order=4,
     )
@@ -53,6 +54,7 @@ def heterofl(tables: Tables, *, scaler: bool = False, masked: bool = False) -> S
         citation="Horváth et al., NeurIPS 2021",
         tables=WIDTHS,
         uploads=SLICES,
+        in_paper=True,
         colour="#CC79A7",
         order=5,
     )

@@ -88,6 +88,14 @@ class Segments:
             done.add(segment)
         return row
 
+    def order(self, places: Mapping[str, Place]) -> Tensor:
+        """By place of a row, which other comes there if each tensor becomes ``tensor[place]``."""
+        numbers = torch.arange(self.size)
+        found = numbers.clone()
+        for key, segment in self.by_key.items():
+            segment.of(found[None])[0][...] = segment.of(numbers[None])[0][places[key]]
+        return found
+
 
 class Rows(NamedTuple):
     """States as rows: (state, place). Scales are NaN where nobody has measured them."""

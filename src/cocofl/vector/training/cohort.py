@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from cocofl.errors import InvalidSetting
 from cocofl.freeze import Network, State
 from cocofl.local_rule import LocalRule
 from cocofl.span import Blocks, Role, Span
+from cocofl.vector.kernels.compiling import compiling_only
 from cocofl.vector.program.program import Program
 from cocofl.vector.program.row_layout import Rows, Segment
 from cocofl.vector.program.stacked_layers import Beside
@@ -31,7 +32,7 @@ from cocofl.vector.rounding.table import CohortRounding
 from cocofl.vector.training.execution import Graphs, Precision
 from cocofl.vector.training.frozen_weights import FrozenWeights
 from cocofl.vector.training.levels import WHOLE, Levels
-from cocofl.vector.training.losses import StackedLoss, cross_entropy, distance, of_classes
+from cocofl.vector.training.losses import StackedLoss, cross_entropy, distance, lowered, of_classes
 from cocofl.vector.training.optimizer import Optimizer, Sgd
 from cocofl.vector.training.rules import RuleMemory, RuleRows
 
@@ -55,6 +56,8 @@ class DeviceWork(NamedTuple):
     """Of the loss at a narrower level, the part that the network it holds decides, as a teacher."""
     rule: LocalRule | None = None
     """What is done to its gradients."""
+    margins: tuple[float, ...] | None = None
+    """By how much the scores of each class are lowered in its loss; None where they are not."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class _Traits:
     """Whether norms take plain means over mini-batches, whatever their momentum."""
     masked: bool = False
     """Whether some scores do not count in the losses."""
+    calibrated: bool = False
+    """Whether some scores are lowered in the losses."""
     rules: tuple[LocalRule, ...] = ()
     """What is done to the gradients of some devices, in the order of their masks."""
 
@@ -127,11 +132,14 @@ class Cohort:
         self._nothing = zeros(64)
         self._unused: set[Segment] = set()
         self._present = zeros(self.program.scores or 0).fill_(1.0)
+        self._margins = zeros(self.program.scores or 0)
         self._lr, self._steps_done = zeros(), zeros()
         self._indices = zeros(batch, dtype=torch.long)
         self._valid = zeros(dtype=torch.int32)
         self._last = zeros(dtype=torch.bool)
         self.losses = zeros(dtype=torch.float64)
+        self.n_staying = [0] * devices
+        """Of each device's parameters, how many its rule keeps as the server sent them."""
         self._beside = Beside() if self.on.type == "cuda" else None
         self._rounding = CohortRounding(self.program.rounding_points, devices, self.on)
         self._graphs = Graphs(capture and self.on.type == "cuda" and self.program.is_capturable)
@@ -229,29 +237,72 @@ class Cohort:
         ``memories`` are what the rules of the works read, by device.
         """
         works = self._with_idle(works)
-        traits = self._begin(states, known, works)
-        rules = self._rules.begin(self.parameters, [work.rule for work in works], memories)
-        traits = replace(traits, rules=rules)
-        room = self.devices - valid.shape[1]
-        if levels is not None:
-            assert self.levels is not None
-            distillation = [work.distillation for work in works]
-            traits = replace(traits, levels=True, distils=any(distillation))
-            schedule = np.pad(levels[0], ((0, 0), (0, room)), constant_values=WHOLE)
-            self.levels.begin(schedule, levels[1], self.statistics, distillation)
-        counts = np.pad(valid, ((0, 0), (0, room)))
+        begin = partial(self._begin_training, states, known, works, levels, memories)
+        traits = begin()
+        counts = np.pad(valid, ((0, 0), (0, self.devices - valid.shape[1])))
         finishing = (counts > 0) & (np.cumsum((counts > 0)[::-1], 0)[::-1] == 1)
         finishing &= np.array([work.variant == "qff" for work in works])
         finishing_on_device = torch.from_numpy(finishing).to(self.on)
+        measures = finishing.any(1).tolist()
+        if self._compile(traits, {*measures}, indices, counts):
+            begin()
         for step in self._load(indices, counts):
             self._last.copy_(finishing_on_device[step])
             if traits.levels and self.levels is not None:
                 self.levels.go_to(step)
-            measures = bool(finishing[step].any())
-            self._graphs.run((traits, measures), partial(self._step, traits, measures))
+            kind = traits, measures[step]
+            self._graphs.run(kind, partial(self._step, *kind))
         taken = torch.from_numpy(np.maximum((counts > 0).sum(0), 1)).to(self.on)
         self.losses /= taken
         self._rules.end(traits.rules, self.parameters, self._lr, taken, self._learns)
+
+    def _begin_training(
+        self,
+        states: Rows,
+        known: Sequence[frozenset[str]],
+        works: Sequence[DeviceWork],
+        levels: tuple[NDArray[np.int64], Tensor] | None,
+        memories: Sequence[RuleMemory],
+    ) -> _Traits:
+        """Set all that steps change to what a round begins with."""
+        traits = self._begin(states, known, works)
+        rules = self._rules.begin(self.parameters, [work.rule for work in works], memories)
+        traits = replace(traits, rules=rules)
+        staying = self._rules.staying(rules, self.parameters, self._lr, self._learns)
+        self.n_staying = [0] * self.devices if staying is None else staying.sum(1).tolist()
+        if staying is not None:
+            self._learns.logical_and_(~staying)
+        if levels is not None:
+            assert self.levels is not None
+            distillation = [work.distillation for work in works]
+            traits = replace(traits, levels=True, distils=any(distillation))
+            room = self.devices - levels[0].shape[1]
+            schedule = np.pad(levels[0], ((0, 0), (0, room)), constant_values=WHOLE)
+            self.levels.begin(schedule, levels[1], self.statistics, distillation)
+        return traits
+
+    def _compile(
+        self,
+        traits: _Traits,
+        measures: set[bool],
+        indices: NDArray[np.int64],
+        counts: NDArray[np.int64],
+    ) -> bool:
+        """Compile the kernels of steps that are new; whether there were any.
+
+        What steps change is then to be set again.
+        """
+        new = [m for m in measures if not self._graphs.knows((traits, m))]
+        if not (new and self.program.kernels.has_triton):
+            return False
+        next(self._load(indices, counts))
+        if traits.levels and self.levels is not None:
+            self.levels.go_to(0)
+        on_gpu = [self.on] if self.on.type == "cuda" else []
+        with torch.random.fork_rng(on_gpu), compiling_only(self.on):
+            for measures_now in new:
+                self._step(traits, measures_now)
+        return True
 
     def _mark_present(self, works: Sequence[DeviceWork]) -> None:
         present = torch.ones(self._present.shape)
@@ -260,6 +311,13 @@ class Cohort:
                 row.zero_()
                 row[list(work.classes)] = 1.0
         self._present.copy_(present)
+
+    def _set_margins(self, works: Sequence[DeviceWork]) -> None:
+        margins = torch.zeros(self._margins.shape, dtype=self._margins.dtype)
+        for row, work in zip(margins, works, strict=False):
+            if work.margins is not None:
+                row[: len(work.margins)] = torch.tensor(work.margins, dtype=row.dtype)
+        self._margins.copy_(margins)
 
     def measure_statistics(
         self, states: Rows, indices: NDArray[np.int64], valid: NDArray[np.int64]
@@ -321,6 +379,9 @@ class Cohort:
         masked = any(work.classes is not None for work in works)
         if masked:
             self._mark_present(works)
+        calibrated = any(work.margins is not None for work in works)
+        if calibrated:
+            self._set_margins(works)
         folds = not bool(with_batch.all())
         if folds:
             picks = [(w.state, w.variant == "qff") for w in works]
@@ -328,7 +389,9 @@ class Cohort:
         rounding = [(w.blocks if w.variant == "qff" else None, known[w.state]) for w in works]
         points, on_the_fly = self._rounding.begin(rounding, states.scales[of_device])
         narrow = any(work.level is not None for work in works)
-        return _Traits(folds, points, on_the_fly, narrow=narrow, masked=masked)
+        return _Traits(
+            folds, points, on_the_fly, narrow=narrow, masked=masked, calibrated=calibrated
+        )
 
     def _set_roles(self, works: Sequence[DeviceWork]) -> NDArray[np.bool_]:
         """Tell who trains what; by block and device, whether norms use the mini-batch."""
@@ -356,10 +419,10 @@ class Cohort:
             outputs = self.program(inputs, step)
             if traits.masked:
                 outputs = of_classes(outputs, self._present)
-            losses = self._loss(outputs, labels, self._valid, self._counts)
+            losses = self._losses_of(outputs, labels, traits)
             segments, read = list(leaves), list(leaves.values())
             if traits.distils:
-                losses = self._taught(losses, outputs, inputs, labels, step)
+                losses = self._taught(losses, outputs, inputs, labels, step, traits)
                 read += self._leaves.values()
             found = torch.autograd.grad(losses.sum(), read, allow_unused=True)
         if self._beside is not None:
@@ -385,6 +448,11 @@ class Cohort:
         )
         self._steps_done += 1
 
+    def _losses_of(self, outputs: Any, labels: Tensor, traits: _Traits) -> Tensor:
+        if traits.calibrated:
+            outputs = lowered(outputs, self._margins)
+        return self._loss(outputs, labels, self._valid, self._counts)
+
     def _taught(
         self,
         losses: Tensor,
@@ -392,6 +460,7 @@ class Cohort:
         inputs: tuple[Tensor, ...],
         labels: Tensor,
         step: StepContext,
+        traits: _Traits,
     ) -> Tensor:
         """The losses with what teachers say about ``outputs``, and with those of the teachers."""
         assert self.levels is not None
@@ -408,7 +477,7 @@ class Cohort:
         teacher = self.program(inputs, teaching)
         part = self.levels.distillation()
         apart = distance(outputs, teacher, self._valid, part > 0)
-        own = self._loss(teacher, labels, self._valid, step.counts)
+        own = self._losses_of(teacher, labels, traits)
         return (1 - part) * losses + part * apart + torch.where(part > 0, own, 0.0)
 
     def _flat(self, segments: list[Segment], found: Sequence[Tensor | None]) -> Tensor:

@@ -66,9 +66,14 @@ class Graphs:
         self._seen.clear()
         self._captured.clear()
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether such a step has been taken before."""
+        return key in self._seen or key in self._captured
+
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Take one step; all it reads and writes must stay where it is."""
         if not self._enabled:
+            self._seen[key] = 1
             step()
         elif key in self._captured:
             self._captured[key].replay()

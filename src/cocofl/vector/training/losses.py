@@ -53,6 +53,13 @@ def of_classes(scores: Tensor, present: Tensor) -> Tensor:
     return scores * present.view(len(present), *[1] * (scores.ndim - 2), -1)
 
 
+def lowered(scores: Tensor, margins: Tensor) -> Tensor:
+    """With each class's scores lowered by its margin, (device, class); scores beyond are kept."""
+    kept = margins.new_zeros(len(margins), scores.shape[-1] - margins.shape[1])
+    scores, by = _exact(scores), torch.cat([margins, kept], 1)
+    return scores - by.to(scores.dtype).view(len(by), *[1] * (scores.ndim - 2), -1)
+
+
 def distance(student: Tensor, teacher: Tensor, valid: Tensor, taught: Tensor) -> Tensor:
     """How far scores are from a teacher's: ``F.kl_div`` with ``batchmean`` over valid samples.
 

@@ -49,6 +49,18 @@ class RuleRows:
                     self._fill(kind, name, [getattr(memory, kind) for memory in memories])
         return found
 
+    def staying(
+        self, rules: Sequence[LocalRule], parameters: Tensor, lr: Tensor, learns: Tensor
+    ) -> Tensor | None:
+        """By device and place, what of all that learns is to stay; None where rules say nothing."""
+        found: Tensor | None = None
+        for rule in rules:
+            start = self._step(torch.zeros_like(parameters), parameters, lr, torch.zeros_like(lr))
+            if (stays := rule.stays(start)) is not None:
+                stays = stays & self._masks[rule] & learns
+                found = stays if found is None else found | stays
+        return found
+
     def _fill(self, kind: str, name: str, memories: Sequence[Mapping[str, Tensor]]) -> None:
         rows = self._memory[kind].setdefault(name, torch.zeros_like(self._like)).zero_()
         for row, memory in zip(rows, memories, strict=False):

@@ -1,0 +1,91 @@
+"""DepthFL (Kim et al., ICLR 2023): the first blocks, with a classifier after each stage.
+
+"DepthFL: Depthwise Federated Learning for Heterogeneous Clients". Weak devices train a shallower
+network. So that the blocks at the input learn what deeper ones need, each stage has a classifier
+of its own, and these learn from each other (self-distillation).
+"""
+
+from __future__ import annotations
+
+from cocofl.checks import check_number
+from cocofl.errors import InvalidSetting
+from cocofl.fl.exits import DepthWork
+from cocofl.fl.federation import Situation
+from cocofl.fl.merge import Mean
+from cocofl.fl.select import fits
+from cocofl.fl.strategies.base import Plan, Strategy, Tables, share_of_deadline
+from cocofl.fl.strategies.facts import SLICES, SPANS, StrategyFacts, declares
+from cocofl.profiling.table import ProfileTable, spans_alone
+from cocofl.span import Span
+
+VARIANT = "f"
+
+
+def first_blocks_cost(table: ProfileTable, depth: int) -> tuple[float, float, float]:
+    """About what training the first blocks alone costs, by a table of spans of the whole network.
+
+    What their backward pass takes and keeps is what full training needs more than training all
+    blocks behind them; their forward pass and weights are a part of the cheapest step, that of the
+    last block, which counts in full. It is never more than the same blocks with others behind them.
+    """
+    n = table.n_blocks
+    whole = table.row(Span(0, depth))
+    if depth == n:
+        return whole
+    rows = (table.row(Span(0, n)), table.row(Span(depth, n)), table.row(Span(n - 1, n)))
+    alone = [full - behind + cheapest for full, behind, cheapest in zip(*rows, strict=True)]
+    return min(whole[0], alone[0]), min(whole[1], alone[1]), whole[2]
+
+
+def depths_of(n_blocks: int, stages: int) -> tuple[int, ...]:
+    """After how many blocks each stage ends.
+
+    >>> depths_of(20, 4), depths_of(6, 4)
+    ((5, 10, 15, 20), (2, 3, 5, 6))
+    """
+    return tuple(round(n_blocks * stage / stages + 1e-9) for stage in range(1, stages + 1))
+
+
+@declares(
+    StrategyFacts(
+        label="DepthFL",
+        citation="Kim et al., ICLR 2023",
+        tables=SPANS,
+        variant=VARIANT,
+        uploads=SLICES,
+        colour="#4D9221",
+        order=28,
+    )
+)
+def depthfl(tables: Tables, *, stages: int = 4, distillation: float = 1.0) -> Strategy:
+    """A device trains all ``stages`` that fit; ``distillation`` weighs what exits share.
+
+    Each block and each exit is averaged over those who trained it. The server tests the whole
+    network with its own classifier.
+    """
+    check_number("strategy.stages", stages, least=1)
+    check_number("strategy.distillation", distillation, least=0)
+    if tables.labels != "classes":
+        raise InvalidSetting(
+            f"exits compare scores of classes, but the labels of this data set are "
+            f"{tables.labels}; take another strategy"
+        )
+    if stages > tables.n_blocks:
+        raise InvalidSetting(
+            f"strategy.stages is {stages}, but the network has {tables.n_blocks} blocks; "
+            "expected at most one stage per block"
+        )
+    table = spans_alone(tables.spans(VARIANT))
+    depths = depths_of(tables.n_blocks, stages)
+    costs = [first_blocks_cost(table, depth) for depth in depths]
+
+    def plan(situation: Situation) -> Plan | None:
+        limits = table.limits(situation.budget)
+        fitting = [stage for stage, cost in enumerate(costs) if fits(cost, limits)]
+        if not fitting:
+            return None
+        deepest = fitting[-1]
+        work = DepthWork(depths[: deepest + 1], distillation)
+        return Plan(work, share_of_deadline(costs[deepest][0], limits[0]))
+
+    return Strategy(plan, Mean("senders"))

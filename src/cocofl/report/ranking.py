@@ -1,0 +1,108 @@
+"""Methods ranked: how good they get, what that costs, and who could take part at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cocofl.budget import bytes_text
+from cocofl.fl.metrics import MetricFacts
+from cocofl.report.findings import Curve, Floats, curve, summary
+from cocofl.report.runs import Line, Scene
+from cocofl.report.tables import NOTHING, TextTable, seconds_text
+
+FEWEST = 3
+"""Methods that obey budgets, from which on a ranking says more than the summary."""
+_NEARLY = 0.9  # of what the best method of a scene gets
+
+
+def ranked(scene: Scene) -> list[Line]:
+    """The lines that obey budgets, the best first."""
+    metric = scene.metric
+    rivals = [line for line in scene.lines if not line.is_bound]
+    return sorted(rivals, key=lambda line: -metric.merit(_mean(line, metric)))
+
+
+def _mean(line: Line, metric: MetricFacts) -> float:
+    return summary(line).scores[metric.name].mean
+
+
+def ranking_table(scene: Scene) -> TextTable | None:
+    """The methods of one scene, the best first; None where there are few."""
+    lines, metric = ranked(scene), scene.metric
+    if len(lines) < FEWEST:
+        return None
+    rows, curves = [summary(line) for line in lines], [curve(line) for line in lines]
+    goal = _goal(_mean(lines[0], metric), metric)
+    columns = {
+        "rank": [str(place) for place in range(1, len(lines) + 1)],
+        "strategy": [row.label for row in rows],
+        metric.heading: [row.scores[metric.name].text(metric) for row in rows],
+    }
+    if scene.groups:
+        worst = [min(row.groups, key=lambda name: metric.merit(row.groups[name].mean))
+                 for row in rows]  # fmt: skip
+        columns[f"worst group{metric.unit}"] = [
+            f"{row.groups[name].text(metric)} ({name})"
+            for row, name in zip(rows, worst, strict=True)
+        ]
+    reached = metric.text(goal)
+    costs: dict[str, tuple[Callable[[Curve], Floats], Callable[[float], str]]] = {
+        f"time to {reached}": (lambda one: one.simulated_s, seconds_text),
+        f"uploaded to {reached}": (lambda one: 1e6 * one.uploaded_mb, bytes_text),
+    }
+    for heading, (along, text) in costs.items():
+        found = [_first(along(one), one.mean, goal, metric) for one in curves]
+        columns[heading] = [NOTHING if cost is None else text(cost) for cost in found]
+    for group in dict.fromkeys(g for line in lines for g in _took_part(line)):
+        columns[f"{group} took part / %"] = [
+            f"{100 * _took_part(line).get(group, 0.0):.0f}" for line in lines
+        ]
+    return TextTable.of(scene.title, columns)
+
+
+def _goal(best: float, metric: MetricFacts) -> float:
+    """Nearly what the best gets: rounded as people say it, where it is a share."""
+    goal = best * _NEARLY if metric.higher_is_better else best / _NEARLY
+    return float(np.floor(100 * goal) / 100) if metric.is_share else goal
+
+
+def _first(costs: Floats, values: Floats, goal: float, metric: MetricFacts) -> float | None:
+    """The cost at which the goal is reached; None where it never is."""
+    there = np.flatnonzero([metric.merit(value) >= metric.merit(goal) for value in values])
+    return float(costs[there[0]]) if len(there) else None
+
+
+def _took_part(line: Line) -> dict[str, float]:
+    """By group, how many of the devices that were asked were merged."""
+    asked, merged = Counter[str](), Counter[str]()
+    for run in line.runs:
+        for record in run.rounds:
+            for one in record.devices:
+                asked[one.group] += 1
+                merged[one.group] += one.fate == "merged"
+    return {group: merged[group] / count for group, count in asked.items()}
+
+
+def overall_table(scenes: Sequence[Scene]) -> TextTable | None:
+    """The place of every method in every scene, and the mean of its places; None for one scene.
+
+    A method counts where it was played in all scenes.
+    """
+    places = [{line.strategy: i for i, line in enumerate(ranked(s), 1)} for s in scenes]
+    everywhere = [name for name in places[0] if all(name in one for one in places)]
+    if len(scenes) < 2 or len(everywhere) < FEWEST:
+        return None
+    mean = {name: float(np.mean([one[name] for one in places])) for name in everywhere}
+    names = sorted(everywhere, key=lambda name: mean[name])
+    columns = {
+        "strategy": names,
+        "mean rank": [f"{mean[name]:.1f}" for name in names],
+        **{
+            scene.title: [str(place[name]) for name in names]
+            for scene, place in zip(scenes, places, strict=True)
+        },
+    }
+    return TextTable.of("All scenes", columns)

@@ -1,0 +1,122 @@
+"""Every strategy that trains blocks or parameters: the same on both engines, and when resumed.
+
+In float64, where the order of sums changes next to nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cocofl import Experiment, Run, simulate
+from cocofl.engine.cohort import CohortExecutor, TrainedAlone
+from cocofl.engine.executor import InProcess
+from cocofl.models import MODELS
+from cocofl.runlog import RoundRecord
+
+TINY: dict[str, Any] = {
+    "rounds": 2,
+    "model": {"name": "four blocks in float64"},
+    "devices": {"count": 18, "per_round": 4},
+    "training": {"batch": 16, "weight_decay": 0.01},
+    "evaluation": {"every": 2},
+    "tables": {"spans": "analytic", "widths": "analytic"},
+    "engine": {"kernels": "reference", "checkpoint_every": 1},
+}
+SLOW = [{"name": "fast", "time": 1.0}, {"name": "slow", "time": 0.5}]
+STACKED: dict[str, dict[str, Any]] = {
+    "fedprox": {"strategy.mu": 0.5, "devices.groups": SLOW},
+    "embracing": {},
+    "small": {},
+    "fedpart": {"strategy.warmup": 1, "strategy.each": 1, "devices.groups": SLOW},
+    "pvt": {},
+    # Much is stable, so that there is something to see.
+    "apf": {"strategy.threshold": 0.9, "strategy.ema": 0.5, "rounds": 4, "devices.groups": SLOW},
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "layerout": {"devices.groups": [{"name": "any", "time": 0.8}]},
+    "slt": {"strategy.each": 1, "rounds": 2},
+    "depthfl": {"strategy.stages": 3, "rounds": 2},
+}
+
+
+class ToFloat64(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double()
+
+
+def exact(num_classes: int, width: float = 1.0) -> tuple[nn.Module, torch.Tensor]:
+    """Four blocks, two of them with a norm."""
+    hidden = max(2, round(24 * width))
+
+    def block(inputs: int, *, norm: bool) -> nn.Module:
+        layers = [nn.Linear(inputs, hidden), *[nn.BatchNorm1d(hidden)] * norm, nn.ReLU()]
+        return nn.Sequential(*layers)
+
+    body = [block(64, norm=False), block(hidden, norm=True), block(hidden, norm=True)]
+    network = nn.Sequential(nn.Flatten(), *body, nn.Linear(hidden, num_classes)).double()
+    return nn.Sequential(ToFloat64(), network), torch.rand(4, 1, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "four blocks in float64", exact)
+
+
+def experiment(name: str, settings: dict[str, Any]) -> Experiment:
+    return Experiment.parse(TINY).changed({"strategy.name": name} | settings)
+
+
+def distance(one: Run, other: Run) -> float:
+    assert one.state.keys() == other.state.keys()
+    return max(float((t - other.state[key]).abs().max()) for key, t in one.state.items())
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_both_engines_give_the_same(name: str, tmp_path: Path) -> None:
+    """Nothing is trained alone: a warning would be an error."""
+    own = experiment(name, STACKED[name])
+    serial = simulate(own, out=tmp_path / "serial", executor=InProcess())
+    cohort = simulate(
+        own, out=tmp_path / "cohort", executor=CohortExecutor("cpu", precision="fp32", devices=3)
+    )
+    assert serial.fates["merged"] >= 3
+    assert distance(serial, cohort) < 1e-6  # statistics are kept in float32
+    assert [r.bytes_up for r in serial.rounds] == [r.bytes_up for r in cohort.rounds]
+    assert [r.devices for r in serial.rounds] == [r.devices for r in cohort.rounds]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_has_no_stacked_form_is_trained_alone(name: str, tmp_path: Path) -> None:
+    own = experiment(name, {"rounds": 1} | ALONE[name])
+    serial = simulate(own, out=tmp_path / "serial", executor=InProcess())
+    with pytest.warns(TrainedAlone, match="has no method `stacked`"):
+        cohort = simulate(own, out=tmp_path / "cohort", executor=CohortExecutor("cpu"))
+    assert serial.fates["merged"] >= 2
+    assert distance(serial, cohort) < 1e-6
+    assert [r.bytes_up for r in serial.rounds] == [r.bytes_up for r in cohort.rounds]
+
+
+class Stop:
+    def on_round(self, record: RoundRecord) -> None:
+        if record.round == 3:
+            raise KeyboardInterrupt
+
+    def on_end(self) -> None: ...
+
+
+@pytest.mark.parametrize("make", [InProcess, lambda: CohortExecutor("cpu")])
+def test_what_is_frozen_stays_so_after_an_interruption(make: Any, tmp_path: Path) -> None:
+    own = experiment("apf", STACKED["apf"])
+    whole = simulate(own, out=tmp_path / "whole", executor=make())
+    with pytest.raises(KeyboardInterrupt):
+        simulate(own, out=tmp_path / "cut", executor=make(), watchers=[Stop()])
+    again = simulate(own, out=tmp_path / "cut", executor=make(), resume=True)
+    assert distance(whole, again) == 0
+    assert whole.rounds == again.rounds
+    uploads = [record.bytes_up / record.count("merged") for record in whole.rounds]
+    assert uploads[-1] < 0.95 * uploads[0], "what is frozen is not sent"

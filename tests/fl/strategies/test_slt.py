@@ -1,0 +1,148 @@
+"""Successive layer training against a network whose head really is narrow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cocofl import Budget, Experiment, data
+from cocofl.errors import InvalidModel, InvalidSetting
+from cocofl.experiment import Setup
+from cocofl.fl.state import ServerState
+from cocofl.fl.strategies import STRATEGIES
+from cocofl.fl.strategies.slt import GrowingWork, quiet, stage_cost
+from cocofl.fl.trainer import Trainer, TrainerSpec
+from cocofl.fl.training import Training
+from cocofl.freeze import chain_state
+from cocofl.models import MODELS
+from cocofl.profiling.subject import Subject
+from cocofl.span import Span
+from tests.fl.conftest import task
+from tests.fl.strategies.tables import PlainTables, situation
+
+HIDDEN, WIDTH = 8, 0.5
+
+
+def plain(sizes: list[int], num_classes: int) -> nn.Sequential:
+    """Convolutions with norms, one per size, and a classifier."""
+    pairs = zip([1, *sizes], sizes, strict=False)
+    blocks = [
+        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in pairs
+    ]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(sizes[-1], num_classes))
+    return nn.Sequential(*blocks, head)
+
+
+def network(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    return plain([round(HIDDEN * width)] * 3, num_classes), torch.rand(4, 1, 8, 8)
+
+
+@pytest.fixture
+def trainer(digits: data.DataSet, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    monkeypatch.setitem(MODELS, "growing", network)
+    training = Training(batch=16, weight_decay=0.01, momentum=0.5)
+    spec = TrainerSpec(Subject("growing", 16, 10), training, digits.train, digits.test, "reference")
+    return Trainer(spec)
+
+
+def mixed(state: ServerState, first: int) -> nn.Sequential:
+    """The same network with a head that has nothing but the leading channels."""
+    narrow = round(HIDDEN * WIDTH)
+    model = plain([HIDDEN if block <= first else narrow for block in range(3)], 10)
+    own = {
+        key: state.tensors[key][tuple(slice(n) for n in tensor.shape)]
+        for key, tensor in model.state_dict().items()
+        if key in state.tensors
+    }
+    model.load_state_dict(own, strict=False)
+    return model
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_steps_are_those_of_a_network_with_a_narrow_head(trainer: Trainer, first: int) -> None:
+    chain = trainer.chain()
+    assert len(chain) == 4
+    fresh = quiet(trainer, chain_state(chain), [WIDTH])
+    state = trainer.server_state(fresh)
+    one = task(GrowingWork(first, 4, WIDTH), samples=40)
+    sent = trainer.train(one, state)
+    merged = STRATEGIES["slt"](PlainTables()).merge(state, [sent])
+
+    model = mixed(state, first).train()
+    for block in model[:first]:
+        block.requires_grad_(False)
+    learns = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(learns, lr=one.lr, weight_decay=0.01, momentum=0.5)
+    for inputs, labels in trainer.load(one):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    found, expected = merged.tensors, model.state_dict()
+    frozen = tuple(f"{block}." for block in range(first))
+    for key, before in fresh.items():
+        if key.startswith(frozen):
+            assert torch.equal(found[key], before), key
+            continue
+        inside = tuple(slice(n) for n in expected[key].shape)
+        torch.testing.assert_close(found[key][inside], expected[key], atol=1e-5, rtol=1e-4)
+        outside = torch.ones_like(before, dtype=torch.bool)
+        outside[inside] = False
+        assert torch.equal(found[key][outside], before[outside]), "others wait"
+    own = sum(
+        t.nbytes for k, t in expected.items() if not k.startswith(frozen) and "tracked" not in k
+    )
+    assert sent.nbytes - own in (0, 4 * 4 * 9 * 4), "the second block may read all channels"
+
+    # The whole network says what the one with the narrow head says.
+    model.eval()
+    whole = trainer.whole_network(found).eval()
+    model.load_state_dict({k: t for k, t in fresh.items() if k.startswith(frozen)}, strict=False)
+    inputs = torch.rand(5, 1, 8, 8)
+    torch.testing.assert_close(whole(inputs), model(inputs), atol=1e-5, rtol=1e-4)
+
+
+def test_blocks_grow_until_the_rest_fits_the_weakest_device() -> None:
+    """0:3 keeps 90 bytes: its head 60, of which any step keeps 30; half of the rest is saved."""
+    least = (Budget(memory=0.84), Budget(memory=0.99), Budget(time=0.01))
+    strategy = STRATEGIES["slt"](PlainTables(least=least), each=2)
+    plans = [strategy.plan(situation(index, memory=0.84)) for index in range(6)]
+    grown = [GrowingWork(0, 3, 0.5)] * 2 + [GrowingWork(1, 3, 1.0)] * 4
+    assert [plan and plan.work for plan in plans] == grown
+    assert strategy.plan(situation(0, memory=0.8)) is None, "it is enforced"
+    everybody = STRATEGIES["slt"](PlainTables(least=(Budget(time=1.0),)), each=2)
+    plan = everybody.plan(situation(0))
+    assert plan is not None
+    assert plan.work == GrowingWork(0, 3, 1.0)
+
+
+def test_a_narrow_head_costs_less_and_never_too_little() -> None:
+    spans, widths = PlainTables().spans("f"), PlainTables().widths()
+    full = [stage_cost(spans, widths, 0, 1.0), np.array(spans.row(Span(0, 3)))]
+    np.testing.assert_allclose(*full)
+    # Of 11: the head takes 8 less the cheapest step, 5; half of that is saved.
+    assert stage_cost(spans, widths, 0, 0.5)[0] * 11 == pytest.approx(11 - 3 / 2)
+
+
+def test_networks_that_it_cannot_narrow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidSetting, match="those of a Transformer share their width"):
+        STRATEGIES["slt"](PlainTables(is_text=True))
+
+    def normed(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+        model, example = network(num_classes, width)
+        assert isinstance(model, nn.Sequential)
+        model[1][1] = nn.GroupNorm(1, round(HIDDEN * width))
+        return model, example
+
+    monkeypatch.setitem(MODELS, "normed", normed)
+    settings = {
+        "model": {"name": "normed"},
+        "tables.spans": "analytic",
+        "tables.widths": "analytic",
+    }
+    groups = [{"name": "weak", "memory": 0.6}]
+    experiment = Experiment().changed(settings | {"devices.groups": groups}).with_strategy("slt")
+    with pytest.raises(InvalidModel, match="normed has a GroupNorm"):
+        Setup(experiment).job()
