@@ -41,6 +41,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "layerout": {"devices.groups": [{"name": "any", "time": 0.8}]},
     "slt": {"strategy.each": 1, "rounds": 2},
     "depthfl": {"strategy.stages": 3, "rounds": 2},
+    "inclusivefl": {"strategy.stages": 4, "rounds": 2},
 }
 
 
