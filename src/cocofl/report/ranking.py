@@ -60,9 +60,9 @@ def ranking_table(scene: Scene) -> TextTable | None:
             pairs = zip(spent, curves, strict=True)
             found = [_first(cost, one.mean, goal, metric) for cost, one in pairs]
             columns[heading] = [NOTHING if cost is None else text(cost) for cost in found]
-    for group in dict.fromkeys(g for line in lines for g in _took_part(line)):
+    for group in dict.fromkeys(g for line in lines for g in took_part(line)):
         columns[f"{group} took part / %"] = [
-            f"{100 * _took_part(line).get(group, 0.0):.0f}" for line in lines
+            f"{100 * took_part(line).get(group, 0.0):.0f}" for line in lines
         ]
     return TextTable.of(scene.title, columns)
 
@@ -79,7 +79,7 @@ def _first(costs: Floats | None, values: Floats, goal: float, metric: MetricFact
     return None if costs is None or not len(there) else float(costs[there[0]])
 
 
-def _took_part(line: Line) -> dict[str, float]:
+def took_part(line: Line) -> dict[str, float]:
     """By group, how many of the devices that were asked were merged."""
     asked, merged = Counter[str](), Counter[str]()
     for run in line.runs:
