@@ -1,6 +1,7 @@
 """Every strategy under one budget: plays the league, and writes down what came of it.
 
-    python bench/league.py OUT [--experiments FILE ...] [--csv FILE] [--picture FILE] [--again]
+    python bench/league.py OUT [--experiments FILE ...] [--strategies NAME ...] [--splits NAME ...]
+        [--rates NUMBER ...] [--csv FILE] [--picture FILE] [--again]
 
 Each experiment is played like ``cocofl compare FILE --strategies all --splits iid,dirichlet,rc``:
 three seeds, and for each strategy and split the better of two learning rates, by a seed that is not
@@ -16,8 +17,10 @@ import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from cocofl import Experiment, Run
 from cocofl.comparison import compare
@@ -34,15 +37,15 @@ RATES = (0.1, 0.4)
 SEEDS = (0, 1, 2)
 
 
-def play(file: Path, out: Path) -> None:
+def play(file: Path, asked: argparse.Namespace) -> None:
     """All runs of one experiment that are not there yet."""
     compare(
         Experiment.load(file),
-        strategies=list(STRATEGIES),
+        strategies=asked.strategies,
         seeds=SEEDS,
-        out=out / file.stem,
-        splits=SPLITS,
-        lr_grid=RATES,
+        out=asked.out / file.stem,
+        splits=asked.splits,
+        lr_grid=asked.rates,
         resume=True,
         announce=lambda name, _rounds: print(name, flush=True),
         leave_out=lambda name, why: print(f"left out: {name}: {why}"),
@@ -67,11 +70,18 @@ def mean_places(scenes: Sequence[Scene]) -> dict[str, float]:
 
 def table(scenes: dict[str, Scene]) -> list[str]:
     """A row per strategy in Markdown: accuracies, the worst-off group of rc, who took part."""
-    columns = ["mean place", *scenes, "worst-off group, rc", "uploaded (MB)", "energy (J)"]
+    columns = [
+        "mean place",
+        *scenes,
+        f"worst-off group, {[*scenes][-1]}",
+        "uploaded (MB)",
+        "energy (J)",
+    ]
     columns += ["weak took part (%)"]
     rows = [f"| | {' | '.join(columns)} |", f"| --- {'| --- ' * len(columns)}|"]
     places = mean_places(list(scenes.values()))
-    bounds = [line.strategy for line in scenes["rc"].lines if line.is_bound]
+    *_, last = scenes.values()
+    bounds = [line.strategy for line in last.lines if line.is_bound]
     for name in (*places, *bounds):
         lines = [next(x for x in scene.lines if x.strategy == name) for scene in scenes.values()]
         found = [summary(line) for line in lines]
@@ -119,7 +129,8 @@ def draw(path: Path, leagues: dict[str, dict[str, Scene]]) -> None:
     """Every strategy's accuracy on each split, one panel per data set, the best place on top."""
     figure = new_figure(10.0, 5.6)
     panels = figure.subplots(1, len(leagues), squeeze=False)[0]
-    marks = dict(zip(SPLITS, ("o", "s", "D"), strict=True))
+    splits = dict.fromkeys(split for scenes in leagues.values() for split in scenes)
+    marks = dict(zip(splits, "osDv^<>", strict=False))
     for axes, (data, scenes) in zip(panels, leagues.items(), strict=True):
         lines = [line for scene in scenes.values() for line in scene.lines]
         colours = line_colours(lines)
@@ -143,24 +154,27 @@ def draw(path: Path, leagues: dict[str, dict[str, Scene]]) -> None:
     figure.savefig(path)
 
 
-def _draw_point(axes, line: Line, row: int, colour: str, mark: str) -> None:
+def _draw_point(axes: Axes, line: Line, row: int, colour: str, mark: str) -> None:
     found = summary(line).scores["accuracy"]
     error = 100 * (found.std or 0.0)
-    style = {"fmt": mark, "color": colour, "ms": 5, "elinewidth": 1, "alpha": 0.85}
-    axes.errorbar(100 * found.mean, row, xerr=error, **style)
+    style: dict[str, Any] = {"color": colour, "ms": 5, "elinewidth": 1, "alpha": 0.85}
+    axes.errorbar(100 * found.mean, row, xerr=error, fmt=mark, **style)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--experiments", type=Path, nargs="+", default=FILES)
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--splits", nargs="+", default=SPLITS)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--csv", type=Path, default=Path("results/league.csv"))
     parser.add_argument("--picture", type=Path, default=Path("docs/images/league.png"))
     parser.add_argument("--again", action="store_true")
     asked = parser.parse_args()
     begin = time.perf_counter()
     for file in asked.experiments if not asked.again else ():
-        play(file, asked.out)
+        play(file, asked)
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     used = sum(sum(resource.getrusage(one)[:2]) for one in who)
     print(f"{time.perf_counter() - begin:.0f} s, {used:.0f} s of CPU time")
