@@ -163,7 +163,9 @@ def write_profile(path: Path, round_: Callable[[], None], steps: int) -> None:
         torch.cuda.synchronize()
     kernels = sorted(found.key_averages(), key=lambda k: k.self_device_time_total, reverse=True)
     total = sum(k.self_device_time_total for k in kernels)
-    lines = [f"{total / steps:10.1f} us a step in {sum(k.count for k in kernels) / steps:.0f} kernels"]
+    lines = [
+        f"{total / steps:10.1f} us a step in {sum(k.count for k in kernels) / steps:.0f} kernels"
+    ]
     lines += [
         f"{k.self_device_time_total / steps:10.1f} {k.count / steps:7.1f}  {k.key[:110]}"
         for k in kernels
