@@ -1,7 +1,7 @@
 """Every strategy under one budget: plays the league, and writes down what came of it.
 
     python bench/league.py OUT [--experiments FILE ...] [--strategies NAME ...] [--splits NAME ...]
-        [--rates NUMBER ...] [--csv FILE] [--picture FILE] [--again]
+        [--rates NUMBER ...] [--at-once 2] [--csv FILE] [--picture FILE] [--again]
 
 Each experiment is played like ``cocofl compare FILE --strategies all --splits iid,dirichlet,rc``:
 three seeds, and for each strategy and split the better of two learning rates, by a seed that is not
@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import multiprocessing
 import resource
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +40,15 @@ RATES = (0.1, 0.4)
 SEEDS = (0, 1, 2)
 
 
-def play(file: Path, asked: argparse.Namespace) -> None:
-    """All runs of one experiment that are not there yet."""
+def play(asked: argparse.Namespace, file: Path, split: str) -> None:
+    """All runs of one experiment on one split that are not there yet."""
     compare(
-        Experiment.load(file),
+        # One process trains, and another league has the other core.
+        Experiment.load(file).changed({"engine.workers": 1}),
         strategies=asked.strategies,
         seeds=SEEDS,
         out=asked.out / file.stem,
-        splits=asked.splits,
+        splits=[split],
         lr_grid=asked.rates,
         resume=True,
         announce=lambda name, _rounds: print(name, flush=True),
@@ -89,11 +93,12 @@ def table(scenes: dict[str, Scene]) -> list[str]:
         cells += [row.scores["accuracy"].text(lines[0].metric) for row in found]
         worst = min(found[-1].groups.values(), key=lambda one: one.mean, default=None)
         cells.append("" if worst is None else worst.text(lines[0].metric))
-        cells.append(f"{np.mean([row.bytes_up for row in found]) / 1e6:.2f}")
+        sends = not lines[0].facts.all_data_in_one_place
+        cells.append(f"{np.mean([row.bytes_up for row in found]) / 1e6:.2f}" if sends else "")
         energies = [row.energy_j for row in found]
         cells.append("" if None in energies else f"{np.mean(np.array(energies, float)):.3g}")
         part = took_part(lines[-1])
-        cells.append(f"{100 * part.get('weak', 0.0):.0f}" if "all" not in part else "")
+        cells.append(f"{100 * part.get('weak', 0.0):.0f}" if sends else "")
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return rows
 
@@ -168,13 +173,16 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--splits", nargs="+", default=SPLITS)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--csv", type=Path, default=Path("results/league.csv"))
     parser.add_argument("--picture", type=Path, default=Path("docs/images/league.png"))
     parser.add_argument("--again", action="store_true")
     asked = parser.parse_args()
     begin = time.perf_counter()
-    for file in asked.experiments if not asked.again else ():
-        play(file, asked)
+    todo = list(product(asked.experiments, asked.splits)) if not asked.again else []
+    with ProcessPoolExecutor(asked.at_once, multiprocessing.get_context("spawn")) as pool:
+        for one in [pool.submit(play, asked, file, split) for file, split in todo]:
+            one.result()
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     used = sum(sum(resource.getrusage(one)[:2]) for one in who)
     print(f"{time.perf_counter() - begin:.0f} s, {used:.0f} s of CPU time")

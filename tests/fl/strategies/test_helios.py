@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cocofl import Budget, data
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
@@ -19,7 +18,7 @@ from cocofl.fl.strategies.helios import SoftWork
 from cocofl.fl.trainer import Trainer
 from cocofl.freeze import KernelPlan
 from tests.engine.collecting import collected
-from tests.fl.conftest import initial, make_workshop, task
+from tests.fl.conftest import initial, make_workshop, masked_step, task
 from tests.fl.test_strategies import WidthTables
 
 EIGHT, SIXTEEN = "stem.0.weight", "residuals.2.conv1.weight"
@@ -52,14 +51,7 @@ def test_a_step_is_one_of_the_full_network_without_the_other_neurons(digits: dat
                 out = torch.tensor([i for i in range(n) if i not in chosen[n]])
                 masks[key].index_fill_(axis, out, 0.0)
     for inputs, labels in trainer.load(one):
-        masked = {key: p * masks[key] for key, p in model.named_parameters()}
-        buffers = {key: b.clone() for key, b in model.named_buffers()}
-        scores = torch.func.functional_call(model.train(), {**masked, **buffers}, inputs)
-        model.zero_grad()
-        F.cross_entropy(scores, labels).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(one.lr * parameter.grad)
+        masked_step(model, masks, inputs, labels, one.lr)
     assert sent.tensors.keys() == dict(model.named_parameters()).keys()  # and no statistics
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(sent.tensors[key], parameter.data, rtol=1e-3, atol=1e-5, msg=key)
