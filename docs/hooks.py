@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cocofl.errors import OtherHardware
-from cocofl.profiling import ProfileTable, shipped
+from cocofl.profiling import ProfileTable
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.device_rates import DEVICES
 from cocofl.profiling.subject import Settings
-from cocofl.report.fits import write_fits_page
+from cocofl.report.fits import shipped_names, write_fits_page
 
 COUNTED = "mobilenet"
 """The network whose spans are counted for every device that has a name."""
@@ -22,7 +22,7 @@ def on_post_build(config: Any) -> None:
     """Put the page beside the others."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OtherHardware)
-        tables = [ProfileTable.load(name) for name in shipped() if not name.endswith("/width")]
+        tables = [ProfileTable.load(name) for name in shipped_names()]
     for device in DEVICES:
         found = analytic_table(Settings(COUNTED), device)
         tables.append(replace(found, name=f"analytic:{device}/{COUNTED}"))

@@ -193,18 +193,21 @@ def select(
         raise InvalidSetting("name one table, like measured:epyc-mobilenet; or say --page FILE")
     budget = Budget.parse(time, memory, upload, samples)
     if page is not None:
-        check_writable(page, "--page")
-    names = tables or [name for name in shipped() if not name.endswith("/width")]
+        _write_page(tables or [], page, budget, blocks)
+        return
+    (name,) = tables or []
+    (table,), warned = _loaded([name], blocks)
+    for message in warned:
+        print(f"warning: {message}", file=sys.stderr)
+    _print_fitting(table, budget, as_json=as_json)
+
+
+def _loaded(names: Sequence[str], blocks: int | None) -> tuple[list[ProfileTable], list[str]]:
+    """Tables, and what is to be said of those that were measured elsewhere."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OtherHardware)
-        loaded = [_table_named(name, blocks) for name in names]
-    # A page says of each table where it was measured.
-    for warning in caught if page is None else []:
-        print(f"warning: {warning.message}", file=sys.stderr)
-    if page is not None:
-        _write_page(loaded, page, budget)
-    else:
-        _print_fitting(loaded[0], budget, as_json=as_json)
+        found = [_table_named(name, blocks) for name in names]
+    return found, [str(one.message) for one in caught]
 
 
 def _print_fitting(found: ProfileTable, budget: Budget, *, as_json: bool) -> None:
@@ -234,13 +237,15 @@ def _print_fitting(found: ProfileTable, budget: Budget, *, as_json: bool) -> Non
     print_text_table(TextTable.of("", columns, (LEGEND, found.describe())))
 
 
-def _write_page(tables: Sequence[ProfileTable], page: Path, budget: Budget) -> None:
+def _write_page(names: Sequence[str], page: Path, budget: Budget, blocks: int | None) -> None:
+    check_writable(page, "--page")
     with drawing():
         # An extra, and slow to import.
-        from cocofl.report.fits import LIMITS, write_fits_page  # noqa: PLC0415
+        from cocofl.report.fits import LIMITS, shipped_names, write_fits_page  # noqa: PLC0415
 
-        limits = dict(zip(LIMITS, tables[0].limits(budget), strict=True))
-        print(f"page: {write_fits_page(tables, page, limits)}")
+    tables, _ = _loaded(names or shipped_names(), blocks)  # the page says where each was measured
+    limits = dict(zip(LIMITS, tables[0].limits(budget), strict=True))
+    print(f"page: {write_fits_page(tables, page, None if budget == Budget() else limits)}")
 
 
 def _table_named(source: str, n_blocks: int | None) -> ProfileTable:
