@@ -1,4 +1,4 @@
-"""What docs/guides/extend.md shows works, each example in its one file, on both engines."""
+"""What the guides "Add …" show works, each example in its one file, on both engines."""
 
 from __future__ import annotations
 
