@@ -9,7 +9,7 @@ from typing import Any
 
 from cocofl.errors import OtherHardware
 from cocofl.profiling import ProfileTable
-from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.analytic import analytic_tables
 from cocofl.profiling.device_rates import DEVICES
 from cocofl.profiling.subject import Settings
 from cocofl.report.fits import shipped_names, write_fits_page
@@ -23,7 +23,9 @@ def on_post_build(config: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OtherHardware)
         tables = [ProfileTable.load(name) for name in shipped_names()]
-    for device in DEVICES:
-        found = analytic_table(Settings(COUNTED), device)
-        tables.append(replace(found, name=f"analytic:{device}/{COUNTED}"))
+    counted = analytic_tables(Settings(COUNTED), list(DEVICES))
+    tables += [
+        replace(table, name=f"analytic:{device}/{COUNTED}")
+        for device, table in zip(DEVICES, counted, strict=True)
+    ]
     write_fits_page(tables, Path(config["site_dir"]) / "what-fits.html")

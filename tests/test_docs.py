@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from tools.reference import GENERATED
@@ -240,6 +241,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
             shown = len(re.findall(rf"<{heading} id=", built))
             written = sum(line.startswith(mark) for line in prose(page).splitlines())
             assert shown >= written, f"{name_of(page)} is not shown whole"
+        for target in re.findall(r'<a[^>]* href="(?!\w+:|#|/)([^"#]+)', built):
+            assert (tmp_path / "site" / place / unquote(target)).exists(), f"{own}: {target}"
     assert "analytic:pi5/mobilenet" in (tmp_path / "site/what-fits.html").read_text()
     reference = (tmp_path / "site/reference/api/index.html").read_text()
     assert 'id="cocofl.experiment.simulate"' in reference

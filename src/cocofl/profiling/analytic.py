@@ -9,7 +9,7 @@ wrong about full training, too. Every table made here says that it is analytic.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -254,28 +254,52 @@ def peak_bytes(
     return peak
 
 
+Work = tuple[list[BlockWork], Inputs]
+"""What each block does with a mini-batch, and that."""
+Costs = dict[Configuration, Cost]
+
+
 def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
     """The table of every span or width, from counting alone."""
-    rates = device_named(device)
-    costs: dict[Configuration, Cost] = {}
+    (table,) = analytic_tables(settings, [device])
+    return table
+
+
+def analytic_tables(settings: Settings, devices: Sequence[str]) -> list[ProfileTable]:
+    """A table for each of these devices, from counting the network's work once."""
+    rates = {name: device_named(name) for name in devices}
+    widths = {*LEVELS, *STEPS[::7], 1.0} if settings.method == "width" else {None}
+    counted = {width: _work_of(settings, width) for width in widths}
+    n_blocks = len(next(iter(counted.values()))[0])
+    return [
+        settings.table(
+            _costs(settings, counted, one), n_blocks, source="analytic", backend=f"analytic {name}"
+        )
+        for name, one in rates.items()
+    ]
+
+
+def _costs(settings: Settings, counted: Mapping[float | None, Work], device: Device) -> Costs:
+    """What every span or width costs a device, from the work of the network or of widths of it."""
     if settings.method == "width":
-        counted = {}
-        for width in {*LEVELS, *STEPS[::7], 1.0}:
-            work, inputs = _work_of(settings, width)
-            counted[width] = _cost(work, Span(0, len(work)), "f", inputs, rates)
-        costs = interpolated(counted)
-    else:
-        work, inputs = _work_of(settings)
-        if settings.rank:
-            plain = [replace(block, adapters=None) for block in work]
-            costs[1.0] = _cost(plain, Span(0, len(work)), "f", inputs, rates)
-        learning = [i for i, block in enumerate(work) if block.adapters or not settings.rank]
-        for blocks in settings.spans(learning):
-            costs[blocks] = _cost(work, blocks, settings.variant, inputs, rates)
-    return settings.table(costs, len(work), source="analytic", backend=f"analytic {device}")
+        known = {
+            width: _cost(work, Span(0, len(work)), "f", inputs, device)
+            for width, (work, inputs) in counted.items()
+            if width is not None
+        }
+        return interpolated(known)
+    costs: Costs = {}
+    work, inputs = counted[None]
+    if settings.rank:
+        plain = [replace(block, adapters=None) for block in work]
+        costs[1.0] = _cost(plain, Span(0, len(work)), "f", inputs, device)
+    learning = [i for i, block in enumerate(work) if block.adapters or not settings.rank]
+    for blocks in settings.spans(learning):
+        costs[blocks] = _cost(work, blocks, settings.variant, inputs, device)
+    return costs
 
 
-def _work_of(subject: Subject, width: float | None = None) -> tuple[list[BlockWork], Inputs]:
+def _work_of(subject: Subject, width: float | None = None) -> Work:
     """The work of each block on a mini-batch."""
     try:
         chain, inputs = subject.chain(width, samples=_SAMPLES)
