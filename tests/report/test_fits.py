@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from shutil import which
 
+import numpy as np
 import pytest
 from bench.report import browser
+from PIL import Image
 from selenium.webdriver.common.keys import Keys
+from tools.pictures import HEIGHTS, IMAGES, WIDTH, taken, what_fits
 
 from cocofl import Budget, ProfileTable, Span, all_spans, feasible, maximal
 from cocofl.errors import TableMismatch
@@ -99,6 +103,19 @@ def test_without_a_budget_the_sliders_begin_in_the_middle(open_page) -> None:
     found = feasible(table, Budget(time=0.5, memory=0.5, upload=0.5))
     assert 0 < len(found) < len(table)
     assert said(driver).startswith(f"{len(found)} of 210 spans fit; ")
+
+
+def test_the_documentation_shows_it_as_it_is(tmp_path: Path) -> None:
+    if not (which("chromium") and which("chromedriver")):
+        pytest.skip("no chromium and chromedriver here: `make browser` installs them")
+    name = "what-fits.png"
+    with Image.open(IMAGES / name) as image:
+        shown = image.convert("RGB")
+    found = taken(what_fits(tmp_path), name)
+    assert shown.size == found.size == (WIDTH, HEIGHTS[name])
+    # Small, so that other fonts do not count.
+    small = [np.asarray(one.resize((64, 50), Image.Resampling.BOX), int) for one in (shown, found)]
+    assert np.abs(small[0] - small[1]).mean() < 1.5, "take it again: python -m tools.pictures"
 
 
 def test_names_are_text_and_other_tables_are_refused() -> None:

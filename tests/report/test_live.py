@@ -84,6 +84,8 @@ def test_who_trained_what() -> None:
     found = who_trained({("weak", "0:1"): 3, ("weak", "1:3"): 1, ("strong", "0:3"): 2})
     assert found["columns"] == ["0", "1", "2"]
     assert found["rows"] == {"weak": [0.75, 0.25, 0.25], "strong": [1, 1, 1]}
+    ordered = who_trained({("weak", "0:1"): 3, ("strong", "0:3"): 2}, ["strong", "medium", "weak"])
+    assert list(ordered["rows"]) == ["strong", "weak"]
     assert who_trained({("weak", "0.5"): 1})["columns"] == ["0.5"]
     assert who_trained({}) == {"columns": [], "rows": {}}
 

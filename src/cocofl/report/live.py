@@ -117,11 +117,16 @@ class LiveView:
                 metric=self._metric,
                 charts=self._charts(),
                 size=(_WIDTH, _HEIGHT),
-                trained=who_trained(self._works),
+                trained=who_trained(self._works, self._groups()),
                 fates=dict(self._fates),
                 devices=self._devices,
             ),
         )
+
+    def _groups(self) -> list[str]:
+        """Groups in the order that scores have them in: the experiment's."""
+        name = f"group_{self._metric.name}"
+        return [*scores_by_name(self._scores[-1][1], name)] if self._scores else []
 
     def _charts(self) -> list[tuple[str, list[Series], float]]:
         """The metric overall and by group, and where the scale ends."""
@@ -155,8 +160,11 @@ class LiveView:
         ], top
 
 
-def who_trained(works: Mapping[tuple[str, str], int]) -> dict[str, Any]:
-    """The share of each group's merged updates that trained each block, or used each width."""
+def who_trained(works: Mapping[tuple[str, str], int], groups: Sequence[str] = ()) -> dict[str, Any]:
+    """The share of each group's merged updates that trained each block, or used each width.
+
+    Groups are in the order given, others behind them.
+    """
     blocks = {work: blocks_of(work) for _, work in works}
     if all(one is not None for one in blocks.values()):
         n_blocks = 1 + max((max(one) for one in blocks.values() if one), default=-1)
@@ -171,5 +179,6 @@ def who_trained(works: Mapping[tuple[str, str], int]) -> dict[str, Any]:
         totals[group] += count
         for column in places[work]:
             rows.setdefault(group, Counter())[column] += count
-    shares = {g: [row[column] / totals[g] for column in columns] for g, row in rows.items()}
+    order = dict.fromkeys([*(group for group in groups if group in rows), *rows])
+    shares = {g: [rows[g][column] / totals[g] for column in columns] for g in order}
     return {"columns": columns, "rows": shares}
