@@ -15,8 +15,10 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from timeit import timeit
 
 # Some twenty networks take turns in this one process, more than oneDNN's cache of compiled
 # primitives holds by default; no training process has that many.
@@ -25,7 +27,7 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
 import torch
 from torch import Tensor, nn
 
-from cocofl import KernelPlan, Span, chain_state, freeze, split
+from cocofl import BlockChain, KernelPlan, Span, chain_state, freeze, split
 from cocofl.allocator import keep_freed_memory
 from cocofl.freeze import VARIANTS, State
 from cocofl.models import MODELS
@@ -71,6 +73,18 @@ def trained_a_little(name: str, x: Tensor, y: Tensor) -> tuple[nn.Module, State]
     return model, state
 
 
+def print_freezing(
+    chain: BlockChain, spans: Sequence[str], state: State, plan: KernelPlan, repeats: int = 9
+) -> None:
+    """How long freezing takes that has been done before with other weights."""
+    factors = [1 + 0.01 * i for i in range(repeats)]
+    others = [{key: factor * tensor for key, tensor in state.items()} for factor in factors]
+    for span in spans:
+        freezes = [partial(freeze, chain, Span.parse(span), state=s, plan=plan) for s in others]
+        seconds = [timeit(one, number=1) for one in freezes][2:]
+        print(f"freeze {span}: {statistics.median(seconds) * 1e3:.1f} ms")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=list(MODELS))
@@ -82,6 +96,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--mallopt", action="store_true", help="keep freed memory (both sides)")
     parser.add_argument("--no-memory", action="store_true", help="skip the peak measurement")
+    parser.add_argument("--unscaled", action="store_true", help="also qff that is sent no scales")
+    parser.add_argument("--freezing", action="store_true", help="time freezing other weights, too")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     return parser.parse_args()
 
@@ -105,7 +121,7 @@ def main() -> None:
         fresh.load_state_dict(model.state_dict())
         return fresh.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def builder(span: str, variant: str) -> Build:
+    def builder(span: str, variant: str, state: State = state) -> Build:
         return lambda: freeze(
             chain, Span.parse(span), variant=variant, backend=args.backend, state=state, plan=plan
         )
@@ -113,6 +129,9 @@ def main() -> None:
     builders = {"full": plain} | {
         f"{span} {variant}": builder(span, variant) for span in spans for variant in args.variants
     }
+    if args.unscaled:
+        weights = chain_state(chain)
+        builders |= {f"{span} unscaled": builder(span, "qff", weights) for span in spans}
     steps = {name: training_step(build(), (x,), y) for name, build in builders.items()}
     seconds = interleaved(steps, args.repeats)
     del steps
@@ -122,7 +141,7 @@ def main() -> None:
     print(f"{args.model}, batch {args.batch}, {args.threads} threads, torch {torch.__version__}")
     peak = f", peak {peaks['full'] / 2**20:.1f} MiB" if peaks else ""
     print(f"full training, plain PyTorch: {statistics.median(full) * 1e3:.1f} ms{peak}")
-    print(f"{'span':>7} {'variant':>7} {'ms':>8} {'time':>7} {'peak':>7}")
+    print(f"{'span':>7} {'variant':>8} {'ms':>8} {'time':>7} {'peak':>7}")
     rows = []
     for name in list(builders)[1:]:
         span, variant = name.split()
@@ -130,7 +149,9 @@ def main() -> None:
         memory = peaks[name] / peaks["full"] if peaks else float("nan")
         ms = statistics.median(seconds[name]) * 1e3
         rows.append({"span": span, "variant": variant, "ms": ms, "time": ratio, "peak": memory})
-        print(f"{span:>7} {variant:>7} {ms:8.1f} {ratio:7.3f} {memory:7.3f}")
+        print(f"{span:>7} {variant:>8} {ms:8.1f} {ratio:7.3f} {memory:7.3f}")
+    if args.freezing:
+        print_freezing(chain, spans, state, plan)
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "rows": rows}, indent=1) + "\n")
 

@@ -44,6 +44,7 @@ class SpanWork:
             backend=trainer.spec.backend,
             state=state.tensors,
             plan=trainer.kernels,
+            calibrate=trainer.calibrates,
             state_is_checked=True,
         )
         net.train()

@@ -42,6 +42,7 @@ def freeze(
     headroom: float = HEADROOM,
     weight_bits: int | None = None,
     plan: KernelPlan | None = None,
+    calibrate: bool = True,
     state_is_checked: bool = False,
 ) -> FrozenNet:
     """A network that trains ``blocks`` (a span, or several) in float32 and freezes the others.
@@ -52,6 +53,8 @@ def freeze(
     picks the fastest per operation, computes a run of frozen blocks in float32 where that is faster
     still, and obeys ``plan`` where that has chosen already.
     ``weight_bits`` of a frozen weight are 8, or 7 where sums of ``backend`` would saturate.
+    Scales that the state lacks are measured in the first mini-batch, which takes longer than those
+    after it (or by :func:`calibrate` beforehand); with ``calibrate=False`` on the fly in all.
     ``state_is_checked`` saves looking at every tensor again for each device of a round.
     The chain is left untouched.
 
@@ -80,7 +83,8 @@ def freeze(
     settings = None
     if variant == "qff":
         choose = _chooser(backend, plan)
-        settings = IntegerSettings(choose, headroom, _weight_bits(weight_bits, backend))
+        bits = _weight_bits(weight_bits, backend)
+        settings = IntegerSettings(choose, headroom, bits, calibrate)
         network.tell_what_stays_float()
     parts: list[Part] = []
     for part_of, region, role, own in _pieces(network, blocks, state):
@@ -227,6 +231,11 @@ class FrozenNet(nn.Module):
         """
         self._measuring = True
 
+    @property
+    def scales(self) -> State:
+        """What has been measured of the trained blocks."""
+        return dict(self._scales)
+
     def update(self) -> Update:
         """What this device uploads: tensors and scales of the trained blocks, nothing else."""
         tensors = {
@@ -335,7 +344,8 @@ def _faster_parts(
             run()  # warms up
         return runs
 
-    known = frozenset(key for key in network.scale_keys if key in state)
+    # Calibrated, it is as fast as if all had been known.
+    known = frozenset(key for key in network.scale_keys if settings.calibrate or key in state)
     region = network.lowered.signature(blocks, role is not Role.FROZEN, known)
     return floats() if plan.choose_for_region(region, contenders) == FLOAT else integers()
 
@@ -381,10 +391,11 @@ def integer_part(
     lowered, chain = network.lowered, network.chain
     # By key: a model may have tensors whose names begin like those of scales.
     scales = {key: float(state[key]) for key in network.scale_keys if key in state}
-    scheme = lowered.scheme(blocks, role is not Role.FROZEN, frozenset(scales))
+    scheme_of = partial(lowered.scheme, blocks, role is not Role.FROZEN)
+    lowered.refuse_other_than_float32(blocks)
     low = lowered.blocks
-    own = [(i, low[i], low[i].graph(copy_block(chain.blocks[i], state))) for i in blocks]
-    region = IntegerRegion(scheme, own, scales, settings)
+    own = [(low[i], chain.blocks[i]) for i in blocks]
+    region = IntegerRegion(scheme_of, own, state, scales, settings)
     run: IntegerRegion | LearningRegion = region
     if role is Role.TRAINED:
         keys = [key for i in blocks for key in low[i].learned.values()]

@@ -75,10 +75,13 @@ def _to_codes(x: Tensor, grid: Grid | None, *, unsigned: bool = False) -> Codes:
 class Step(ABC):
     """One operation of a region."""
 
-    def __init__(self, planned: SchemeStep, grid_of: GridOf) -> None:
+    def __init__(self, planned: SchemeStep) -> None:
         self.name, self.inputs = planned.name, planned.inputs
         self._op: Any = planned.op
         self.kernel = "codes" if planned.in_codes else "float32"
+
+    def round_to(self, planned: SchemeStep, grid_of: GridOf) -> None:
+        """From now on round as ``planned`` says, which differs in the scales that are known."""
         self._grid = grid_of(planned.output)
         self._unsigned = planned.output is not None and planned.output.unsigned
 
@@ -109,18 +112,22 @@ class MapStep(Step):
     def __init__(
         self,
         planned: SchemeStep,
-        grid_of: GridOf,
         run: Prepared,
         backward: Prepared | None,
         input_shape: tuple[int, ...] | None,
         kernel: str,
     ) -> None:
         """``input_shape`` is that of a sample, for which a convolution's gradient was prepared."""
-        super().__init__(planned, grid_of)
+        super().__init__(planned)
         self.kernel, self._input_shape = kernel, input_shape
         self._run, self._gradient = run, backward
         self._activation: Activation | None = self._op.activation
-        self._in_codes, self._completes = planned.in_codes, planned.completes_gradient
+        self._in_codes = planned.in_codes
+
+    def round_to(self, planned: SchemeStep, grid_of: GridOf) -> None:
+        """Gradients, too."""
+        super().round_to(planned, grid_of)
+        self._completes = planned.completes_gradient
         self._gradient_grid = grid_of(planned.gradient)
         self._input_gradient_grid = grid_of(planned.input_gradient)
 
@@ -251,8 +258,8 @@ class NodeStep(Step):
     Its backward pass is autograd's own, over this one node.
     """
 
-    def __init__(self, planned: SchemeStep, grid_of: GridOf, block: nn.Module) -> None:
-        super().__init__(planned, grid_of)
+    def __init__(self, planned: SchemeStep, block: nn.Module) -> None:
+        super().__init__(planned)
         self._functions = {node: _function(node, block) for node in self._op.nodes}
 
     def forward(self, env: Environment, *, keep: bool) -> tuple[Any, Any]:

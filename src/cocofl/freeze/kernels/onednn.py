@@ -57,7 +57,9 @@ def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:
     batch, channels, height, width = linear_map.input_shape
     padded_shape = [batch, channels, height + 2 * vertical, width + 2 * horizontal]
     walk = [list(geometry.stride), padding, list(geometry.dilation)]
-    packed = torch.ops.onednn.qconv_prepack(codes, scale, 1.0, 0, *walk, groups, padded_shape)
+    # Scales do not change how weights are packed, and PyTorch reads each of them by itself.
+    alike = torch.ones(1)
+    packed = torch.ops.onednn.qconv_prepack(codes, alike, 1.0, 0, *walk, groups, padded_shape)
     offset = -zero_point * scale * codes.flatten(1).sum(1) if zero_point else None
     no_offsets = torch.zeros(scale.shape, dtype=torch.int64)
     relu = "relu" if linear_map.relu else None
