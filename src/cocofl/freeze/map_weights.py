@@ -38,7 +38,7 @@ def map_weights(
 
     Gradients are for those that are ``passing``.
     """
-    norms = [None if op.norm is None else _holding(block, op.norm, state) for op, block in maps]
+    norms = [None if op.norm is None else _norm(block, op.norm, state) for op, block in maps]
     layers = [None if op.layer is None else _holding(block, op.layer, state) for op, block in maps]
     affines = _affines(norms)
     folded = [
@@ -68,24 +68,43 @@ def _holding(block: nn.Module, path: str, state: Mapping[str, Tensor]) -> Any:
     return made
 
 
-def _affines(norms: Sequence[Any]) -> list[Affine | None]:
+class _Norm(NamedTuple):
+    """The tensors of a BatchNorm; it may have nothing that learns."""
+
+    mean: Tensor
+    variance: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+def _norm(block: nn.Module, path: str, state: Mapping[str, Tensor]) -> _Norm:
+    norm: Any = block.get_submodule(path)
+    own: dict[str, Any] = {**norm._buffers, **norm._parameters}
+
+    def tensor(name: str) -> Any:
+        return None if own[name] is None else state.get(f"{path}.{name}", own[name])
+
+    mean, variance = tensor("running_mean"), tensor("running_var")
+    return _Norm(mean, variance, tensor("weight"), tensor("bias"), norm.eps)
+
+
+def _affines(norms: Sequence[_Norm | None]) -> list[Affine | None]:
     """What each norm does, where there is one; those that differ in their tensors only together."""
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    kinds: dict[tuple[float, bool, bool], list[tuple[int, _Norm]]] = {}
     for i, norm in enumerate(norms):
         if norm is not None:
-            learned = norm.weight is None, norm.bias is None
-            kinds.setdefault((norm.eps, *learned), []).append(i)
+            kind = norm.eps, norm.weight is None, norm.bias is None
+            kinds.setdefault(kind, []).append((i, norm))
     found: list[Affine | None] = [None] * len(norms)
     for (eps, *_), alike in kinds.items():
-        names = ("running_mean", "running_var", "weight", "bias")
-        columns = [[getattr(norms[i], name) for i in alike] for name in names]
-        whole = [None if column[0] is None else torch.cat(column) for column in columns]
-        mean, variance, weight, bias = whole
+        columns = zip(*(norm[:4] for _, norm in alike), strict=True)
+        mean, variance, weight, bias = (None if c[0] is None else torch.cat(c) for c in columns)
         assert mean is not None
         assert variance is not None
-        lengths = [len(own) for own in columns[0]]
+        lengths = [len(norm.mean) for _, norm in alike]
         pairs = (part.split(lengths) for part in affine_of(mean, variance, weight, bias, eps))
-        for i, factor, offset in zip(alike, *pairs, strict=True):
+        for (i, _), factor, offset in zip(alike, *pairs, strict=True):
             found[i] = Affine(factor, offset)
     return found
 
