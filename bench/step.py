@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from timeit import timeit
+from typing import Any
 
 # Some twenty networks take turns in this one process, more than oneDNN's cache of compiled
 # primitives holds by default; no training process has that many.
@@ -97,6 +98,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mallopt", action="store_true", help="keep freed memory (both sides)")
     parser.add_argument("--no-memory", action="store_true", help="skip the peak measurement")
     parser.add_argument("--unscaled", action="store_true", help="also qff that is sent no scales")
+    parser.add_argument("--checkpoint", action="store_true", help="also qff that computes again")
     parser.add_argument("--freezing", action="store_true", help="time freezing other weights, too")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     return parser.parse_args()
@@ -121,17 +123,18 @@ def main() -> None:
         fresh.load_state_dict(model.state_dict())
         return fresh.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def builder(span: str, variant: str, state: State = state) -> Build:
-        return lambda: freeze(
-            chain, Span.parse(span), variant=variant, backend=args.backend, state=state, plan=plan
-        )
+    def builder(span: str, variant: str, **options: Any) -> Build:
+        how = {"variant": variant, "backend": args.backend, "state": state, "plan": plan}
+        return lambda: freeze(chain, Span.parse(span), **(how | options))
 
     builders = {"full": plain} | {
         f"{span} {variant}": builder(span, variant) for span in spans for variant in args.variants
     }
     if args.unscaled:
         weights = chain_state(chain)
-        builders |= {f"{span} unscaled": builder(span, "qff", weights) for span in spans}
+        builders |= {f"{span} unscaled": builder(span, "qff", state=weights) for span in spans}
+    if args.checkpoint:
+        builders |= {f"{span} again": builder(span, "qff", checkpoint=True) for span in spans}
     steps = {name: training_step(build(), (x,), y) for name, build in builders.items()}
     seconds = interleaved(steps, args.repeats)
     del steps

@@ -209,6 +209,7 @@ def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experime
         "model.init": RANDOM,
         "data.dir": str(node.get("data-dir", "")),
         "tables.spans": str(node.get("profile", "auto")),
+        "tables.checkpointed": "auto",
         "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
     }
     return experiment.changed(changes)
