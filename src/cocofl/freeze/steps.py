@@ -190,18 +190,24 @@ def _passed(y: Gradient, activation: Activation | None) -> Tensor:
     if isinstance(y, Tensor):
         inside = y > 0 if activation.upper is None else (y > 0) & (y < activation.upper)
         return inside.to(torch.uint8)
-    # min(code - zero, 1): comparing bytes is twenty times slower in PyTorch
-    above = y.values if y.grid.zero_point == 0 else y.values - y.grid.zero_point
-    passed = above.clamp_max(1)
-    if activation.upper is not None and (top := _code_of(activation.upper, y.grid)) <= LARGEST_CODE:
-        passed *= (top - y.values).clamp_max_(1)
-    return passed
+    # Comparing bytes is twenty times slower in PyTorch than arithmetic on them, which wraps around.
+    zero, top = y.grid.zero_point, LARGEST_CODE + 1
+    if activation.upper is not None:
+        top = min(_code_of(activation.upper, y.grid), top)
+    if top > LARGEST_CODE:  # min(code - zero, 1)
+        return y.values.clamp_max(1) if zero == 0 else (y.values - zero).clamp_max_(1)
+    # What is cut off below has become 255, what is cut off above the largest: both are that now.
+    last = max(top - zero - 1, 0)
+    return (y.values - (zero + 1)).clamp_max_(last).sub_(last).clamp_max_(1)
 
 
 def _masked(gradient: Codes, mask: Tensor) -> Codes:
-    """Zero the gradient where the mask is 0: flipping the top bit makes zero's code 0."""
-    values = gradient.values.bitwise_xor(MIDDLE).mul_(mask).bitwise_xor_(MIDDLE)
-    return Codes(values, gradient.grid)
+    """Zero the gradient where the mask is 0: flipping the top bit makes zero's code 0.
+
+    In place: a gradient on its way has one owner, the step that it has arrived at.
+    """
+    gradient.values.bitwise_xor_(MIDDLE).mul_(mask).bitwise_xor_(MIDDLE)
+    return gradient
 
 
 class ActStep(Step):
