@@ -71,6 +71,9 @@ def profile(
     head: Annotated[
         bool, typer.Option("--head", help="With the classifier trained beside every span.")
     ] = False,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Trained blocks are computed again in backward.")
+    ] = False,
     fast: Annotated[bool, typer.Option("--fast", help="Measure few, predict the rest.")] = False,
     analytic: Annotated[bool, typer.Option("--analytic", help="Measure nothing: count.")] = False,
     device: AnalyticDevice = "x64",
@@ -93,10 +96,9 @@ def profile(
     check_learning(train, rank, ALPHA)
     subject = Subject(model, batch, classes, rank=rank if train == LORA else 0)
     settings = Settings(**vars(subject), method=method, variant=variant, backend=backend)
-    settings = replace(settings, threads=cores, head=head)
+    settings = replace(settings, threads=cores, head=head, checkpoint=checkpoint)
     kind = "width" if method == "width" else variant
-    learned = f"-lora{rank}" * (subject.rank > 0)
-    path = out or Path(f"{model.replace(':', '.')}-{kind}{learned}{'-head' * head}.json")
+    path = out or _usual_path(settings, kind)
     if path.exists() and plot is None:
         raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
     if plot is not None:
@@ -110,6 +112,13 @@ def profile(
     table = _told(path)
     if plot is not None:
         _draw(plot, table, beside or [name for name in shipped() if f"-{model}/" in name], kind)
+
+
+def _usual_path(settings: Settings, kind: str) -> Path:
+    """Where a table goes that nobody has named."""
+    learned = f"-lora{settings.rank}" if settings.rank else ""
+    how = learned + "-checkpoint" * settings.checkpoint + "-head" * settings.head
+    return Path(f"{settings.model.replace(':', '.')}-{kind}{how}.json")
 
 
 def _told(path: Path) -> ProfileTable:

@@ -188,11 +188,22 @@ def _nbytes(value: Any) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
 
 
-def step_seconds(work: Sequence[BlockWork], trained: Blocks, variant: str, device: Device) -> float:
-    """The time of one step when a set of blocks is trained."""
+def step_seconds(
+    work: Sequence[BlockWork],
+    trained: Blocks,
+    variant: str,
+    device: Device,
+    *,
+    checkpoint: bool = False,
+) -> float:
+    """The time of one step when a set of blocks is trained.
+
+    With ``checkpoint`` these go forward twice.
+    """
     first = min(trained)
+    again = 4 / 3 if checkpoint else 1.0
     return sum(
-        block_seconds(block, trained.role(i), variant, device)
+        block_seconds(block, trained.role(i), variant, device) * (again if i in trained else 1.0)
         # With adapters most of its input gradient is needed inside the block itself.
         - (block.macs / device.float32_macs_per_s if i == first and not block.adapters else 0.0)
         for i, block in enumerate(work)
@@ -217,9 +228,17 @@ def block_seconds(block: BlockWork, role: Role, variant: str, device: Device) ->
 
 
 def peak_bytes(
-    work: Sequence[BlockWork], trained: Blocks, variant: str, input_bytes: float
+    work: Sequence[BlockWork],
+    trained: Blocks,
+    variant: str,
+    input_bytes: float,
+    *,
+    checkpoint: bool = False,
 ) -> float:
-    """The peak of live tensor bytes: forward up to the loss, then backward, block by block."""
+    """The peak of live tensor bytes: forward up to the loss, then backward, block by block.
+
+    With ``checkpoint`` trained blocks keep what they hand on until backward comes to them.
+    """
     roles = trained.roles(len(work))
     frozen_share, passing_share = _WEIGHTS[variant]
     element = 0.25 if variant == "qff" else 1.0
@@ -240,6 +259,8 @@ def peak_bytes(
             kept.append(0.0)
         elif role is Role.TRAINED and block.adapters is not None:
             kept.append(block.adapters.saved_bytes)
+        elif role is Role.TRAINED and checkpoint:
+            kept.append(block.output_bytes)
         else:
             as_masks = role is Role.PASSING and block.float_share == 0
             kept.append((_KEPT[variant] if as_masks else 1.0) * block.saved_bytes)
@@ -249,7 +270,8 @@ def peak_bytes(
         if role is Role.FROZEN:
             break
         scale = 1.0 if role is Role.TRAINED else element
-        peak = max(peak, alive + 2 * scale * block.largest_bytes)
+        again = block.saved_bytes if role is Role.TRAINED and checkpoint else 0.0
+        peak = max(peak, alive + again + 2 * scale * block.largest_bytes)
         alive -= share
     return peak
 
@@ -290,12 +312,14 @@ def _costs(settings: Settings, counted: Mapping[float | None, Work], device: Dev
         return interpolated(known)
     costs: Costs = {}
     work, inputs = counted[None]
-    if settings.rank:
+    if settings.is_compared:
         plain = [replace(block, adapters=None) for block in work]
         costs[1.0] = _cost(plain, Span(0, len(work)), "f", inputs, device)
     learning = [i for i, block in enumerate(work) if block.adapters or not settings.rank]
     for blocks in settings.spans(learning):
-        costs[blocks] = _cost(work, blocks, settings.variant, inputs, device)
+        costs[blocks] = _cost(
+            work, blocks, settings.variant, inputs, device, checkpoint=settings.checkpoint
+        )
     return costs
 
 
@@ -310,9 +334,16 @@ def _work_of(subject: Subject, width: float | None = None) -> Work:
 
 
 def _cost(
-    work: Sequence[BlockWork], trained: Blocks, variant: str, inputs: Inputs, device: Device
+    work: Sequence[BlockWork],
+    trained: Blocks,
+    variant: str,
+    inputs: Inputs,
+    device: Device,
+    *,
+    checkpoint: bool = False,
 ) -> Cost:
-    memory = peak_bytes(work, trained, variant, sum(x.nbytes for x in inputs))
-    seconds = step_seconds(work, trained, variant, device)
+    input_bytes = sum(x.nbytes for x in inputs)
+    memory = peak_bytes(work, trained, variant, input_bytes, checkpoint=checkpoint)
+    seconds = step_seconds(work, trained, variant, device, checkpoint=checkpoint)
     upload = sum(work[i].upload_bytes for i in trained)
     return Cost(six_digits(seconds), None, round(memory), round(upload))
