@@ -69,6 +69,8 @@ class KernelPlan:
                     f"known are {', '.join(known)}"
                 )
         self._choices, self._fixed, self.regions = dict(choices or {}), fixed, regions
+        self._kernels: dict[str, Kernel] = {}
+        """By name, those that were looked up."""
         self._measured_s = 0.0
 
     @property
@@ -84,7 +86,10 @@ class KernelPlan:
                 raise KernelMissing(f"the kernel plan says nothing about {signature!r}")
             with self._measuring():
                 self._choices[signature] = fastest(linear_map)
-        return kernel(self._choices[signature])
+        name = self._choices[signature]
+        if name not in self._kernels:
+            self._kernels[name] = kernel(name)
+        return self._kernels[name]
 
     def choose_for_region(
         self, region: str, contenders: Callable[[], Mapping[str, Callable[[], object]]]

@@ -60,10 +60,10 @@ def ranking_table(scene: Scene) -> TextTable | None:
             pairs = zip(spent, curves, strict=True)
             found = [_first(cost, one.mean, goal, metric) for cost, one in pairs]
             columns[heading] = [NOTHING if cost is None else text(cost) for cost in found]
-    for group in dict.fromkeys(g for line in lines for g in took_part(line)):
-        columns[f"{group} took part / %"] = [
-            f"{100 * took_part(line).get(group, 0.0):.0f}" for line in lines
-        ]
+    shares = [took_part(line) for line in lines]
+    # As the summary has them, then those of which nothing else is known.
+    for group in dict.fromkeys([*scene.groups, *(name for one in shares for name in one)]):
+        columns[f"{group} took part / %"] = [f"{100 * one.get(group, 0):.0f}" for one in shares]
     return TextTable.of(scene.title, columns)
 
 
