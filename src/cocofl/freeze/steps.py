@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from cocofl.chain.graphs import is_layer
@@ -245,6 +246,25 @@ class _Replay(NamedTuple):
     others: dict[str, Any]
 
 
+class _Graph(NamedTuple):
+    """Autograd's graph of a node by its ends: it keeps what backward reads, and no other tensor."""
+
+    inputs: dict[str, GradientEdge]
+    result: GradientEdge
+
+
+class _Watched(torch.autograd.Function):
+    """A value that gradients are asked of. A leaf would keep it alive as long as the graph."""
+
+    @staticmethod
+    def forward(_ctx: Any, _anchor: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> tuple[None, None]:
+        return None, None  # never comes so far: gradients are asked of what enters here
+
+
 class NodeStep(Step):
     """A node computed as it stands in the graph: in float32, or on codes where it only moves them.
 
@@ -265,10 +285,8 @@ class NodeStep(Step):
             return coded, _Replay(source.values.shape, others)
         if not keep:
             return self._apply(lambda name: floats_of(env[name])), None
-        leaves, result = self._traced(env)
-        if isinstance(result, Tensor):
-            return result.detach(), (leaves, result) if result.requires_grad else None
-        return result, None
+        result, graph = self._traced(env)
+        return _changed(result, Tensor, Tensor.detach), graph
 
     def _apply(self, read: Callable[[str], Any]) -> Any:
         def own(name: str) -> Any:
@@ -277,33 +295,39 @@ class NodeStep(Step):
 
         return self._op.run(own, self._functions.__getitem__)
 
-    def _traced(self, env: Environment) -> tuple[dict[str, Tensor], Any]:
-        leaves = {
-            name: value.detach().requires_grad_(name not in env.constants)
-            for name in dict.fromkeys(self.inputs)
-            if isinstance(value := floats_of(env[name]), Tensor) and value.is_floating_point()
-        }
+    def _traced(self, env: Environment) -> tuple[Any, _Graph | None]:
+        """The result and, where a gradient can pass to one tensor, autograd's graph of it."""
+        floats = {name: floats_of(env[name]) for name in dict.fromkeys(self.inputs)}
+        anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
-            result = self._apply(
-                lambda name: leaves[name] if name in leaves else floats_of(env[name])
-            )
-        return leaves, result
+            watched = {
+                name: _Watched.apply(anchor, value)  # type: ignore[no-untyped-call]
+                for name, value in floats.items()
+                if _has_gradient(value) and name not in env.constants
+            }
+            result = self._apply((floats | watched).__getitem__)
+        if not (isinstance(result, Tensor) and result.requires_grad):
+            return result, None
+        inputs = {name: get_gradient_edge(value) for name, value in watched.items()}
+        return result, _Graph(inputs, get_gradient_edge(result))
 
     def backward(self, kept: Any, gradient: Gradient, sink: Sink) -> None:
         """Autograd, over this node alone."""
         if kept is None:
             return
-        arrived = as_float(gradient)
+        arrived, graph = as_float(gradient), kept
         if isinstance(kept, _Replay):
             blank = torch.empty(kept.shape, device=arrived.device)
-            leaves, result = self._traced(Environment({self.inputs[0]: blank} | kept.others))
-        else:
-            leaves, result = kept
-        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        found = torch.autograd.grad(result, list(leaves.values()), arrived, allow_unused=True)
-        for name, part in zip(leaves, found, strict=True):
+            _, graph = self._traced(Environment({self.inputs[0]: blank} | kept.others))
+        inputs = list(graph.inputs.values())
+        found = torch.autograd.grad([graph.result], inputs, arrived, allow_unused=True)
+        for name, part in zip(graph.inputs, found, strict=True):
             if part is not None:
                 sink.put(name, part)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _raw(value: Any) -> Any:
