@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from cocofl.chain.graphs import is_layer
@@ -246,23 +246,40 @@ class _Replay(NamedTuple):
     others: dict[str, Any]
 
 
-class _Graph(NamedTuple):
+def _watched(value: Tensor) -> Tensor:
+    """A value that a gradient can be asked of, which lives no longer than somebody reads it."""
+    leaf = value.detach().requires_grad_()
+    own = leaf.view_as(leaf)
+    leaf.data = torch.empty(0)  # it stays in the graph, and would keep the value alive
+    return own
+
+
+class _Graph:
     """Autograd's graph of a node by its ends: it keeps what backward reads, and no other tensor."""
 
-    inputs: dict[str, GradientEdge]
-    result: GradientEdge
+    def __init__(self, inputs: dict[str, Tensor], result: Tensor) -> None:
+        self._inputs = {name: get_gradient_edge(x) for name, x in inputs.items()}
+        self._like = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+        self._result = get_gradient_edge(result)
 
-
-class _Watched(torch.autograd.Function):
-    """A value that gradients are asked of. A leaf would keep it alive as long as the graph."""
-
-    @staticmethod
-    def forward(_ctx: Any, _anchor: Tensor, value: Tensor) -> Tensor:
-        return value.detach()
-
-    @staticmethod
-    def backward(_ctx: Any, *_gradients: Tensor) -> tuple[None, None]:
-        return None, None  # never comes so far: gradients are asked of what enters here
+    def backward(self, gradient: Tensor) -> dict[str, Tensor | None]:
+        """The gradients of the inputs."""
+        operation: Any = self._result.node
+        names = {edge.node: name for name, edge in self._inputs.items()}
+        reads = [before and names.get(before, "") for before, _ in operation.next_functions]
+        if "" in reads or not callable(operation) or len(operation._input_metadata) > 1:
+            ends = list(self._inputs.values())
+            found = torch.autograd.grad([self._result], ends, gradient, allow_unused=True)
+            return dict(zip(self._inputs, found, strict=True))
+        # One operation by itself: autograd's engine takes longer than most of them, and adds this.
+        parts = operation(gradient)
+        gradients: dict[str, Tensor | None] = {}
+        for name, part in zip(reads, parts if isinstance(parts, tuple) else [parts], strict=True):
+            if name is not None and part is not None:
+                shape, dtype = self._like[name]
+                own, others = part.sum_to_size(shape).to(dtype), gradients.get(name)
+                gradients[name] = own if others is None else others + own
+        return gradients
 
 
 class NodeStep(Step):
@@ -296,20 +313,17 @@ class NodeStep(Step):
         return self._op.run(own, self._functions.__getitem__)
 
     def _traced(self, env: Environment) -> tuple[Any, _Graph | None]:
-        """The result and, where a gradient can pass to one tensor, autograd's graph of it."""
+        """The result and, where it is a tensor that a gradient can pass, autograd's graph."""
         floats = {name: floats_of(env[name]) for name in dict.fromkeys(self.inputs)}
-        anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
             watched = {
-                name: _Watched.apply(anchor, value)  # type: ignore[no-untyped-call]
+                name: _watched(value)
                 for name, value in floats.items()
                 if _has_gradient(value) and name not in env.constants
             }
             result = self._apply((floats | watched).__getitem__)
-        if not (isinstance(result, Tensor) and result.requires_grad):
-            return result, None
-        inputs = {name: get_gradient_edge(value) for name, value in watched.items()}
-        return result, _Graph(inputs, get_gradient_edge(result))
+        passes = isinstance(result, Tensor) and result.requires_grad
+        return result, _Graph(watched, result) if passes else None
 
     def backward(self, kept: Any, gradient: Gradient, sink: Sink) -> None:
         """Autograd, over this node alone."""
@@ -319,9 +333,7 @@ class NodeStep(Step):
         if isinstance(kept, _Replay):
             blank = torch.empty(kept.shape, device=arrived.device)
             _, graph = self._traced(Environment({self.inputs[0]: blank} | kept.others))
-        inputs = list(graph.inputs.values())
-        found = torch.autograd.grad([graph.result], inputs, arrived, allow_unused=True)
-        for name, part in zip(graph.inputs, found, strict=True):
+        for name, part in graph.backward(arrived).items():
             if part is not None:
                 sink.put(name, part)
 
