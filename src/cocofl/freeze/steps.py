@@ -250,7 +250,7 @@ def _watched(value: Tensor) -> Tensor:
     """A value that a gradient can be asked of, which lives no longer than somebody reads it."""
     leaf = value.detach().requires_grad_()
     own = leaf.view_as(leaf)
-    leaf.data = torch.empty(0)  # it stays in the graph, and would keep the value alive
+    leaf.data = value.new_empty(0)  # it stays in the graph, and would keep the value alive
     return own
 
 
