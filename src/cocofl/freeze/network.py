@@ -17,7 +17,6 @@ from cocofl.freeze.adapters import AdaptedChain
 from cocofl.freeze.lowering import lower
 from cocofl.freeze.memory_saving import memory_saving
 from cocofl.freeze.operations import LoweredBlock, NodeOp
-from cocofl.freeze.patience import told_if_long
 from cocofl.freeze.scheme import GRADIENT, OUTPUT, Grids, QuantizationScheme, scale_key
 from cocofl.freeze.state import trained_state
 from cocofl.freeze.work import Work, run_example, work_of
@@ -95,9 +94,7 @@ class Network:
                 f"freeze takes a BlockChain, not a {type(chain).__name__}; "
                 "make one with cocofl.split(model, example)"
             )
-        self.chain = chain
-        with told_if_long("looking at what the network computes, once, to freeze it"):
-            blocks = lower(chain)
+        self.chain, blocks = chain, lower(chain)
         self.lowered: LoweredChain
         self.plain = self
         """The network without adapters, which frozen blocks are made of."""
