@@ -8,12 +8,16 @@ SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 # In the order of tests/conftest.py; left alone, xdist keeps the files with few but long tests for last.
 IN_TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-faults test-hostile test-docs test-install test-arm test-flower-newest test-without-legacy lint types docs reference browser audit lock clean
+.PHONY: demo league test test-slow test-faults test-hostile test-docs test-install test-arm test-flower-newest test-without-legacy lint types docs reference browser audit lock clean
 
 # Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
 demo: $(VENV)/installed
 	$(BIN)/cocofl run --resume --out runs/demo
 	@echo "Open $(CURDIR)/runs/demo/report.html"
+
+# Every strategy under one budget (docs/league.md): about half an hour on two cores. It needs Fashion-MNIST.
+league: $(VENV)/installed
+	$(BIN)/python bench/league.py runs/league
 
 test: lint types
 	$(BIN)/pytest $(IN_TWO) -m "not slow and not faults"

@@ -32,6 +32,7 @@ BASE: dict[str, Any] = {
 STRONG = [{"name": "strong"}]
 SLOW = [{"name": "fast", "share": 0.1, "time": 1.0}, {"name": "slow", "share": 0.9, "time": 0.4}]
 UNEQUAL_TIME = [{"name": "a"}, {"name": "b", "time": 0.85}, {"name": "c", "time": 0.7}]
+STRAGGLERS = [{"name": "fast", "share": 0.3}, {"name": "slow", "share": 0.7, "time": 0.4}]
 HURRIED = [{"name": "hurried", "time": 0.7}]
 
 
@@ -62,6 +63,25 @@ CLAIMS = {
         {"devices.groups": UNEQUAL_TIME, "data.split": "rc"},
         {"depthfl": {}, "depthfl alone": {"strategy.distillation": 0.0}, "heterofl": {}}
         | {"fedavg": {}},
+    ),
+    "inclusivefl": Claim(
+        "where only time is short: shallow networks for the weak beat leaving them out",
+        {"devices.groups": UNEQUAL_TIME, "data.split": "iid"},
+        {"inclusivefl": {}, "inclusivefl alone": {"strategy.momentum": 0.0}, "depthfl": {}}
+        | {"fedavg": {}, "heterofl": {}},
+    ),
+    "helios": Claim(
+        "neurons in turn beat leaving out the slow, and the same neurons in every round",
+        {"devices.groups": STRAGGLERS, "data.split": "iid"},
+        {"helios": {}, "fedavg": {}, "heterofl": {}, "fedrolex": {}, "distreal": {}},
+    ),
+    "fedavgm": Claim(
+        "under strong label skew, a server with momentum beats one without",
+        {"devices.groups": STRONG, "data.split": "dirichlet", "data.alpha": 0.1},
+        {"fedavg-full": {}, "fedavg-full momentum": {"server.optimizer": "fedavgm"}}
+        | {"fedavg-full adam": {"server.optimizer": "fedadam"}}
+        | {"fedavg-full yogi": {"server.optimizer": "fedyogi"}}
+        | {"fedavg-full calibrated": {"training.calibration": 1.0}},
     ),
     "fedpart": Claim(
         "one block at a time is better than everything, with a part of the upload",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cocofl.config import Experiment
 from cocofl.data.partition import check_rule
-from cocofl.engine.rounds import Watcher
+from cocofl.engine.rounds import Watcher, refuse_if_nobody_can_train
 from cocofl.errors import CocoflError, InvalidExperiment
 from cocofl.experiment import (
     Run,
@@ -49,10 +49,11 @@ def compare(
     all use the experiment's. Runs on which learning rates were chosen are not among the results,
     and ``watch`` is not asked about them. ``budgets`` are values of ``devices.groups``, each of
     which is played as well. A strategy that this network, data or device groups do not suit is an
-    error, unless ``leave_out`` is told of it.
+    error, unless ``leave_out`` is told of it. A server that does not wait for devices merges so
+    often that all strategies have as many updates.
     """
-    _check(experiment, strategies, splits, lr_grid)
-    strategies = _suitable(experiment, strategies, splits, budgets, leave_out)
+    _check(experiment, strategies, splits, lr_grid, seeds)
+    merges = _suitable(experiment, strategies, splits, budgets, leave_out)
     played: list[Run] = []
     with executor_for(experiment) as executor:
 
@@ -71,8 +72,8 @@ def compare(
             return {run.path: run for run in runs}
 
         for place, scene in _scenes(experiment, splits, budgets).items():
-            bases = {strategy: _with(scene, strategy) for strategy in strategies}
-            folders = {strategy: strategy.replace(":", ".") for strategy in strategies}
+            bases = {one: _merging(_with(scene, one), often) for one, often in merges.items()}
+            folders = {strategy: strategy.replace(":", ".") for strategy in merges}
             if lr_grid:
                 tuning = {s: out / place / "tuning" / folder for s, folder in folders.items()}
                 bases = _tuned(bases, lr_grid, tuning, play)
@@ -91,8 +92,14 @@ def _check(
     strategies: Sequence[str],
     splits: Sequence[str],
     lr_grid: Sequence[float],
+    seeds: Sequence[int],
 ) -> None:
     """Find now what would be found after hours, when its turn comes."""
+    if lr_grid and TUNING_SEED in seeds:
+        raise InvalidExperiment(
+            f"learning rates are chosen by seed {TUNING_SEED}, which is not to be reported; take "
+            "another seed"
+        )
     if not strategies:
         raise InvalidExperiment("no strategy to compare; name some, like cocofl,fedavg")
     for strategy in strategies:
@@ -109,15 +116,20 @@ def _suitable(
     splits: Sequence[str],
     budgets: Sequence[str],
     leave_out: Callable[[str, str], None] | None,
-) -> list[str]:
-    """The strategies that can be played here; nothing is trained yet."""
-    scenes, found = list(_scenes(experiment, splits, budgets).values()), []
+) -> dict[str, float]:
+    """The strategies that can be played here, and how often each merges in a round's updates.
+
+    Nothing is trained yet.
+    """
+    scenes, found = list(_scenes(experiment, splits, budgets).values()), dict[str, float]()
     data = load_data(experiment)
     for strategy in strategies:
         try:
-            for scene in scenes:
-                Setup(_with(scene, strategy), data).job()
-            found.append(strategy)
+            jobs = [Setup(_with(scene, strategy), data).job() for scene in scenes]
+            for job in jobs:
+                refuse_if_nobody_can_train(job)
+            arrival, updates = jobs[0].strategy.arrival, experiment.devices.per_round
+            found[strategy] = 1.0 if arrival is None else updates / arrival.buffer
         except CocoflError as error:
             if leave_out is None:
                 raise
@@ -137,6 +149,17 @@ def _scenes(
         name = budget.replace(":", "")
         found[Path(name, split)] = experiment.changed(own)
     return found
+
+
+def _merging(experiment: Experiment, often: float) -> Experiment:
+    """The same updates in so many times more rounds, of fewer updates each."""
+    if often == 1.0:
+        return experiment
+    evaluation = experiment.evaluation.with_fewer_rounds(1 / often)
+    decay = [max(1, round(often * one)) for one in experiment.training.decay_rounds]
+    changes = {"rounds": max(1, round(often * experiment.rounds)), "training.decay_rounds": decay}
+    changes |= {"evaluation.every": evaluation.every, "evaluation.average": evaluation.average}
+    return experiment.changed(changes)
 
 
 def _with(scene: Experiment, strategy: str) -> Experiment:

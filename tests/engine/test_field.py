@@ -41,6 +41,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "layerout": {"devices.groups": [{"name": "any", "time": 0.8}]},
     "slt": {"strategy.each": 1, "rounds": 2},
     "depthfl": {"strategy.stages": 3, "rounds": 2},
+    "inclusivefl": {"strategy.stages": 4, "rounds": 2},
 }
 
 
@@ -109,14 +110,26 @@ class Stop:
     def on_end(self) -> None: ...
 
 
-@pytest.mark.parametrize("make", [InProcess, lambda: CohortExecutor("cpu")])
-def test_what_is_frozen_stays_so_after_an_interruption(make: Any, tmp_path: Path) -> None:
-    own = experiment("apf", STACKED["apf"])
-    whole = simulate(own, out=tmp_path / "whole", executor=make())
+def cut_and_resumed(own: Experiment, make: Any, path: Path) -> Run:
+    """Of a run that was interrupted the rest, which is as if it had not been."""
+    whole = simulate(own, out=path / "whole", executor=make())
     with pytest.raises(KeyboardInterrupt):
-        simulate(own, out=tmp_path / "cut", executor=make(), watchers=[Stop()])
-    again = simulate(own, out=tmp_path / "cut", executor=make(), resume=True)
+        simulate(own, out=path / "cut", executor=make(), watchers=[Stop()])
+    again = simulate(own, out=path / "cut", executor=make(), resume=True)
     assert distance(whole, again) == 0
     assert whole.rounds == again.rounds
+    return whole
+
+
+@pytest.mark.parametrize("make", [InProcess, lambda: CohortExecutor("cpu")])
+def test_what_is_frozen_stays_so_after_an_interruption(make: Any, tmp_path: Path) -> None:
+    whole = cut_and_resumed(experiment("apf", STACKED["apf"]), make, tmp_path)
     uploads = [record.bytes_up / record.count("merged") for record in whole.rounds]
     assert uploads[-1] < 0.95 * uploads[0], "what is frozen is not sent"
+
+
+def test_devices_remember_their_neurons_after_an_interruption(tmp_path: Path) -> None:
+    """With few devices, so that each is asked again."""
+    few = {"rounds": 4, "devices.count": 6, "devices.groups": [{"name": "slow", "time": 0.5}]}
+    whole = cut_and_resumed(experiment("helios", few), InProcess, tmp_path)
+    assert whole.fates["merged"] == 16

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from cocofl import data
 from cocofl.fl.state import ServerState
@@ -25,6 +30,21 @@ def make_workshop(digits: data.DataSet, weight_decay: float = 0.0, **training: o
     subject = Subject("resnet10-digits", 16, 10, (("tiny", True),))
     settings = Training(batch=16, weight_decay=weight_decay, **training)  # type: ignore[arg-type]
     return Trainer(TrainerSpec(subject, settings, digits.train, digits.test, "reference"))
+
+
+def masked_step(
+    model: nn.Module, masks: Mapping[str, Tensor], inputs: Tensor, labels: Tensor, lr: float
+) -> None:
+    """A step of plain SGD of a network some of whose weights are taken for zero."""
+    masked = {key: p * masks[key] for key, p in model.named_parameters()}
+    buffers = {key: b.clone() for key, b in model.named_buffers()}
+    scores = torch.func.functional_call(model.train(), {**masked, **buffers}, inputs)
+    model.zero_grad()
+    F.cross_entropy(scores, labels).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(lr * parameter.grad)
 
 
 def initial(trainer: Trainer) -> ServerState:

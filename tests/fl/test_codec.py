@@ -148,6 +148,18 @@ def test_sizes_are_known_beforehand_and_small_changes_come_through(
         torch.testing.assert_close(found, tensor, atol=5e-4, rtol=0)
 
 
+def test_what_the_server_has_already_costs_nothing_by_any_codec() -> None:
+    """As where APF froze most parameters; a rule's memory is sent as it is."""
+    start, rng = {"w": torch.zeros(8, 100)}, np.random.default_rng(0)
+    sizes = [
+        transmitted(
+            Int8(), Contribution({"w": torch.ones(8, 100)}, 5, sent_bytes=size), start, rng, {}
+        ).nbytes
+        for size in (320, 3200, 3300)
+    ]
+    assert sizes == [83, 832, 932]  # 800 codes and 8 scales; a tenth of these; and 100 bytes
+
+
 def test_int8_is_right_on_average() -> None:
     change = torch.tensor([[1.0, 0.3, -0.0041], [0.02, -0.013, 0.0]], dtype=torch.float64)
     start, rng, by = torch.zeros(2, 3, dtype=torch.float64), np.random.default_rng(0), Int8()

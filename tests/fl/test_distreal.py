@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cocofl import Budget
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
@@ -16,7 +15,7 @@ from cocofl.fl.strategies.distreal import DroppingWork, keeping_everything
 from cocofl.fl.trainer import Trainer
 from cocofl.freeze import KernelPlan
 from tests.engine.collecting import collected
-from tests.fl.conftest import initial, task
+from tests.fl.conftest import initial, masked_step, task
 from tests.fl.test_strategies import WidthTables
 
 
@@ -36,14 +35,7 @@ def test_a_step_is_one_of_the_full_network_with_zeros_in_place_of_dropped_filter
         for key, mask in masks.items():
             mask[at[key]] = 1.0
         inputs, labels = tensors(trainer.spec.train, indices)
-        masked = {key: p * masks[key] for key, p in model.named_parameters()}
-        buffers = {key: b.clone() for key, b in model.named_buffers()}
-        scores = torch.func.functional_call(model.train(), {**masked, **buffers}, inputs)
-        model.zero_grad()
-        F.cross_entropy(scores, labels).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(one.lr * parameter.grad)
+        masked_step(model, masks, inputs, labels, one.lr)
     assert sent.width == 1.0
     assert sent.tensors.keys() == dict(model.named_parameters()).keys()  # all, and no statistics
     for key, parameter in model.named_parameters():

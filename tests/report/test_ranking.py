@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bench.report import made_up_run
 
-from cocofl.report.findings import curve, summary
+from cocofl.report.findings import WORST, curve, known_axes, summary
 from cocofl.report.ranking import overall_table, ranked, ranking_table
 from cocofl.report.runs import Scene, arrange, find_runs
+from cocofl.report.writing import write_report
 
 METHODS = ("cocofl", "heterofl", "fjord", "fedavg", "centralized")
 
@@ -74,3 +76,29 @@ def test_few_methods_need_no_ranking(tmp_path: Path):
     few = arrange(find_runs([tmp_path]))
     assert ranking_table(few[0]) is None
     assert overall_table(few) is None
+
+
+def test_energy_counts_where_power_is_known(scenes, tmp_path: Path):
+    for strategy in METHODS:
+        path = tmp_path / strategy
+        made_up_run(path, strategy, "rc", 0, rounds=20)
+        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        known = strategy != "centralized"  # one place has no devices with a battery
+        text = "".join(
+            f"{json.dumps(row | ({'energy_j': 2.5} if known else {}))}\n" for row in rows
+        )
+        (path / "metrics.jsonl").write_text(text)
+    (scene,) = arrange(find_runs([tmp_path]))
+    curves = [curve(line) for line in scene.lines]
+    assert [*known_axes(scene.lines, curves)][-1] == "energy_j"
+    unknown = [curve(line) for line in scenes[0].lines]
+    assert "energy_j" not in known_axes(scenes[0].lines, unknown)
+    table, best = ranking_table(scene), curve(ranked(scene)[0])
+    assert table is not None
+    (heading,) = [name for name in table.header if name.startswith("energy to")]
+    goal = float(heading.split()[2]) / 100
+    first = best.rounds[np.flatnonzero(best.mean >= goal)[0]]
+    assert column(table, heading)[0] == f"{2.5 * first:.3g} J"
+    assert (best.of(WORST) == np.min(list(best.groups.values()), axis=0)).all()
+    page = write_report(find_runs([tmp_path]), tmp_path / "page.html").read_text()
+    assert "of the worst-off group over energy" in page

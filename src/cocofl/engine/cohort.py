@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cocofl.engine.executor import Answer, Asked, Executor, RoundPlan
+from cocofl.engine.executor import Answer, Asked, Executor, RoundPlan, added
 from cocofl.engine.gpu_evaluation import GpuEvaluator, GpuSamples
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints
+from cocofl.fl.exit_scores import depths_in
 from cocofl.fl.metrics import Sums
 from cocofl.fl.stacked import (
     PARAMETERS,
@@ -254,7 +255,9 @@ class CohortExecutor(Executor):
     # Testing
 
     def test(self, state: ServerState, chunks: Sequence[Ints], statistics: str) -> list[Sums]:
-        """All of the test data on the GPU."""
+        """All of the test data on the GPU; a network with several exits on the CPU."""
+        if depths_in(state.parts):
+            return added(self._trainer.test(state, chunks, statistics))
         if self._evaluator is None:
             # Where devices train together in a captured graph, their model can be tested so.
             capture = self._cohort is not None and self._cohort.program.is_capturable

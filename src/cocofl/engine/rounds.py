@@ -304,6 +304,7 @@ def evaluate(
     settings = job.evaluation
     # Shuffled once and for all: where statistics are those of the batch, a batch must be mixed.
     order = stream(0, "evaluation").permutation(len(job.trainer.spec.test))
+    order = order[: settings.samples or None]
     parts: list[Ints] = [order[part] for part in chunks(len(order), settings.batch)]
     sums = executor.test(state, parts, statistics or settings.statistics)
     return scores(job.trainer.tally, sums, job.populations)
@@ -316,7 +317,7 @@ class RunInProgress:
     """A run under way: the server's state, and the folder that keeps it."""
 
     def __init__(self, job: Job, folder: RunFolder, watchers: Sequence[Watcher] = ()) -> None:
-        _refuse_if_nobody_can_train(job)
+        refuse_if_nobody_can_train(job)
         self.job, self.folder, self._watchers = job, folder, watchers
         found = folder.rewind()
         self.next_round = found[0] if found else 0
@@ -381,7 +382,8 @@ def _prepare(runs: Sequence[RunInProgress], executor: Executor, plan: KernelPlan
             plan.save(path)
 
 
-def _refuse_if_nobody_can_train(job: Job) -> None:
+def refuse_if_nobody_can_train(job: Job) -> None:
+    """Complain about budgets that leave nothing to do."""
     federation = job.federation
     if federation is None:
         return

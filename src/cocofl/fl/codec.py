@@ -258,13 +258,15 @@ def transmitted(
         if by.keeps_error:
             errors[key] = meant - received[key]
     kept = {**sent.memory, ERROR: {**before, **errors}} if by.keeps_error else sent.memory
-    # What a rule remembers is sent as it is, beside the tensors.
-    remembered = sent.nbytes - sum(tensor.nbytes for tensor in sent.tensors.values())
+    whole = sum(tensor.nbytes for tensor in sent.tensors.values())
+    # What a rule remembers is sent as it is, beside the tensors; what the server has already (as
+    # where parameters are frozen) is sent by no codec.
+    size = size + sent.nbytes - whole if sent.nbytes >= whole else size * sent.nbytes // whole
     return replace(
         sent,
         tensors=received,
         memory=kept,
-        sent_bytes=size + remembered,
+        sent_bytes=size,
         payloads=payloads,
         stacked=None,
     )

@@ -206,7 +206,7 @@ PHONES_2024 = tuple(
         ("entry", 0.2, 0.2, 0.33, (0.15, 0.6), 2.5),
     )
 )
-"""Phones as they were sold in 2024; where each figure comes from is in ``docs/profiling.md``."""
+"""Phones as they were sold in 2024; ``docs/reference/devices.md`` says where figures come from."""
 POPULATIONS = {"paper": PAPER_GROUPS, "phones-2024": PHONES_2024}
 """Devices by name, for ``devices.groups``."""
 

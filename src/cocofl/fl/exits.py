@@ -1,42 +1,25 @@
-"""The first blocks of a network with a classifier after each stage: what DepthFL's devices train.
+"""Training the first blocks of a network with a classifier after each stage.
 
-A stage ends at a block. Its *exit* is a linear classifier on the means of what that block hands on
-over space or time. The last stage has the network's own. Exits are tensors of the server's state
-beside those of the network, under keys as ``exits.5.weight`` for that after five blocks.
+A stage ends at a block. What exits are is said in :mod:`cocofl.fl.exit_scores`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl.errors import InvalidModel
+from cocofl.fl.exit_scores import DIMENSIONS, ExitScores, exit_key, pooled
 from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.fl.trainer import Task, Trainer
 from cocofl.freeze import FrozenNet, first_blocks
 from cocofl.freeze.work import run_example
 from cocofl.rng import stream
 from cocofl.span import Blocks, Span
-
-_DIMENSIONS = {2: (), 3: (1,), 4: (2, 3)}
-"""By the number of axes of a value, which of them are space or time."""
-
-
-def exit_key(depth: int) -> str:
-    """The name of the classifier after so many blocks."""
-    return f"exits.{depth}"
-
-
-def pooled(values: Tensor) -> Tensor:
-    """A row of features for each sample."""
-    axes = _DIMENSIONS[values.ndim]
-    return values.mean(axes) if axes else values
 
 
 @dataclass(frozen=True)
@@ -78,26 +61,11 @@ class DepthWork:
     def _losses(
         self, net: FrozenNet, exits: Mapping[str, Tensor], trainer: Trainer, task: Task
     ) -> Iterator[Tensor]:
-        seen: dict[int, Tensor] = {}
-
-        def note(depth: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
-            outputs = len(trainer.chain().wiring[depth - 1].outputs)
-            seen[depth] = output if outputs == 1 else output[0]
-
-        for depth in self.stages:
-            net.trained[depth - 1].register_forward_hook(partial(note, depth))
+        scores_of = ExitScores(net, trainer.chain(), self.stages)
         for inputs, labels in trainer.load(task):
-            seen[len(trainer.chain())] = net(inputs)
-            scores = [self._scores(depth, seen[depth], exits) for depth in self.stages]
-            seen.clear()
+            scores = scores_of(inputs, exits)
             losses = torch.stack([trainer.loss(one, labels) for one in scores])
             yield losses.sum() + self.distillation * mutual_distance(scores)
-
-    def _scores(self, depth: int, values: Tensor, exits: Mapping[str, Tensor]) -> Tensor:
-        key = exit_key(depth)
-        if f"{key}.weight" not in exits:
-            return values  # of the network's own classifier
-        return F.linear(pooled(values), exits[f"{key}.weight"], exits[f"{key}.bias"])
 
 
 def mutual_distance(scores: Sequence[Tensor]) -> Tensor:
@@ -139,7 +107,7 @@ def exit_features(trainer: Trainer, depth: int) -> int:
     chain = trainer.chain()
     main = chain.wiring[depth - 1].outputs[0]
     value = run_example(chain, lambda block, arguments: block(*arguments), depth)[main]
-    if not isinstance(value, Tensor) or value.ndim not in _DIMENSIONS:
+    if not isinstance(value, Tensor) or value.ndim not in DIMENSIONS:
         raise InvalidModel(
             f"block {depth - 1} of {trainer.spec.subject.model} hands on no tensor of two to four "
             "axes, so no classifier can stand behind it"

@@ -39,6 +39,8 @@ class Evaluation:
     """Rounds; the last one is always tested."""
     batch: int = 256
     """Samples per test batch."""
+    samples: int = 0
+    """How many of the test samples are looked at, always the same ones; 0 for all."""
     statistics: str = "running"
     """BatchNorm's: those that training left (``running``), or those of each test ``batch``."""
     metrics: tuple[str, ...] = ("accuracy", "f1")
@@ -52,15 +54,16 @@ class Evaluation:
     def __post_init__(self) -> None:
         check_number("evaluation.every", self.every, least=1)
         check_number("evaluation.batch", self.batch, least=1)
+        check_number("evaluation.samples", self.samples, least=0)
         check_number("evaluation.average", self.average, least=0)
         check_choice("evaluation.statistics", self.statistics, STATISTICS)
         if not self.metrics:
             raise InvalidExperiment("evaluation.metrics is empty; name at least one, like accuracy")
 
-    def with_fewer_rounds(self, times: int) -> Evaluation:
-        """The same for a run that has so many times fewer rounds."""
-        average = -(-self.average // times)  # a mean that is wanted stays one
-        return replace(self, every=max(1, self.every // times), average=average)
+    def with_fewer_rounds(self, times: float) -> Evaluation:
+        """The same for a run that has so many times fewer rounds, or more if below 1."""
+        average = math.ceil(self.average / times)  # a mean that is wanted stays one
+        return replace(self, every=max(1, int(self.every / times)), average=average)
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,9 @@ class StackedLayout(Layout):
         self._like = torch.zeros(0, dtype=slots.dtype, device=on)
         own = self._trainer.chain().state_dict()
         self._constants = {key: own[key] for key in slots.constants}
-        self._block_of = dict(slots.constants)
-        for kind in self._slots.values():
-            self._block_of |= {key: slot.block for key, slot in kind.by_key.items()}
+        by_kind = (kind.by_key.items() for kind in self._slots.values())
+        rows = {key: slot.block for slots_of in by_kind for key, slot in slots_of}
+        self.block_of = dict(slots.constants) | rows
         self._fresh_statistics = cache(partial(self._statistics_row, tensors={}))
         self._places_of_level = cache(lambda level: networks.has(level).double().to(on))
         self._bytes, self._pieces = cache(self._bytes_of), cache(self._pieces_of)
@@ -194,7 +194,7 @@ class StackedLayout(Layout):
         kind = name.partition("@")[0]
         if kind not in self._slots:
             kind_of_values = "scales" if name == SCALES else kind_of(name)
-            group = Group(self._block_of.get(name, -1), learned=False)
+            group = Group(self.block_of.get(name, -1), learned=False)
             return [Piece(group, slice(None), kind_of_values)]
         found: dict[int, Piece] = {}
         for key, slot in self._slots[kind].by_key.items():
@@ -348,7 +348,7 @@ class StackedLayout(Layout):
         for at, row in trained.statistics.items():
             parts.append(Part(statistics_part(widths[at]), row, measured=widths[at] < 1.0))
             size += self._bytes(STATISTICS, widths[at], blocks)
-        size += sum(t.nbytes for key, t in constants.items() if self._block_of[key] in blocks)
+        size += sum(t.nbytes for key, t in constants.items() if self.block_of[key] in blocks)
 
         def tensors() -> Tensors:
             own = {part.name: part.values for part in parts} | {SCALES: scales}
@@ -356,7 +356,7 @@ class StackedLayout(Layout):
             return {
                 key: tensor[places[key] if key in learned else ...].cpu().clone()
                 for key, tensor in (self.by_key(own) | constants).items()
-                if key not in self._block_of or self._block_of[key] in blocks
+                if key not in self.block_of or self.block_of[key] in blocks
             }
 
         return Contribution(

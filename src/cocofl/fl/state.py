@@ -102,6 +102,9 @@ class Contribution:
 class Layout(Protocol):
     """How the tensors of a state lie: one by one under their keys, or as rows on a GPU."""
 
+    block_of: Mapping[str, int]
+    """By key, the block that has it."""
+
     def by_key(self, parts: Mapping[str, Tensor]) -> Tensors:
         """The parts as tensors under the model's own keys."""
 

@@ -24,6 +24,7 @@ from cocofl.data import Samples
 from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import Ints, mini_batches, tensors
 from cocofl.fl.codec import Upload, transmitted
+from cocofl.fl.exit_scores import said_by
 from cocofl.fl.metrics import Sums, Tally
 from cocofl.fl.state import Contribution, KeyLayout, Memory, ServerState
 from cocofl.fl.training import Training, calibrated
@@ -228,11 +229,12 @@ class Trainer:
             for norm in norms_of(net):
                 norm.train()
                 norm.momentum = 0.0
+        says = said_by(net, self.chain(), state.tensors)
         with torch.inference_mode():
             found = []
             for indices in chunks:
                 inputs, labels = tensors(self.spec.test, indices)
-                found.append([part.numpy() for part in self.tally.sums(net(inputs), labels)])
+                found.append([part.numpy() for part in self.tally.sums(says(inputs), labels)])
         return found
 
 

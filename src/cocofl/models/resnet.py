@@ -92,11 +92,14 @@ class ResNet(ImageNetwork):
         width: float,
         image_size: int = 32,
         image_channels: int = 3,
+        patch: int = 1,
     ) -> None:
         super().__init__(num_classes, width, image_size, image_channels)
         channels = narrowed(stages[0].channels, width)
+        # Patches of pixels side by side, or each with its neighbours.
+        kernel, padding = (patch, 0) if patch > 1 else (3, 1)
         self.stem = nn.Sequential(
-            nn.Conv2d(image_channels, channels, 3, padding=1, bias=False),
+            nn.Conv2d(image_channels, channels, kernel, patch, padding, bias=False),
             nn.BatchNorm2d(channels),
             nn.ReLU(),
         )
@@ -129,10 +132,25 @@ def resnet50(num_classes: int, *, width: float = 1.0, tiny: bool = False) -> Res
 
 
 def resnet10_digits(
-    num_classes: int, *, width: float = 1.0, tiny: bool = False, image_size: int = 8
+    num_classes: int,
+    *,
+    width: float = 1.0,
+    tiny: bool = False,
+    image_size: int = 8,
+    patch: int = 1,
 ) -> ResNet:
-    """6 blocks for small grey images, such as scikit-learn's digits of 8×8."""
+    """6 blocks for small grey images, such as scikit-learn's digits of 8×8.
+
+    With ``patch`` above 1 the stem reads patches of so many pixels, so that larger images cost as
+    much as small ones.
+    """
     stages = TINY if tiny else RESNET10
     return ResNet(
-        num_classes, BasicBlock, stages, width=width, image_size=image_size, image_channels=1
+        num_classes,
+        BasicBlock,
+        stages,
+        width=width,
+        image_size=image_size,
+        image_channels=1,
+        patch=patch,
     )

@@ -34,7 +34,12 @@ _LEAST_RATIO = 1e-3  # a logarithm has no zero
 KIND_SYMBOLS = {"qff": "circle", "ff": "square", "f": "triangle-up", "width": "x"}
 
 
-_HOVER = {"rounds": "round %{x}", "simulated_s": "%{x:.4g} s", "uploaded_mb": "%{x:.4g} MB"}
+_HOVER = {
+    "rounds": "round %{x}",
+    "simulated_s": "%{x:.4g} s",
+    "uploaded_mb": "%{x:.4g} MB",
+    "energy_j": "%{x:.4g} J",
+}
 
 
 def curve_chart(
@@ -44,7 +49,7 @@ def curve_chart(
     axis: str,
     group: str | None = None,
 ) -> go.Figure:
-    """The metric of every line over rounds, simulated seconds or uploaded bytes; or a group's.
+    """The metric of every line over rounds, simulated time, uploads or energy; or a group's.
 
     The band reaches from the worst to the best seed. Training with all data in one place has no
     rounds, devices or uploads: it is a level.
@@ -57,11 +62,12 @@ def curve_chart(
     for line, one in pairs:
         colour, name = colours[line.label], escape(line.label)
         is_level = line.facts.all_data_in_one_place
-        x = _rounded(getattr(one, axis))
-        y = _rounded(metric.scale * (one.mean if group is None else one.groups[group]))
+        y = _rounded(metric.scale * one.of(group))
         if is_level:
             x, y = [0, max(ends, default=1)], [y[-1]] * 2
-        elif group is None and len(line.runs) > 1:
+        else:
+            x = _rounded(getattr(one, axis))
+        if not is_level and group is None and len(line.runs) > 1:
             figure.add_trace(_band(x, one, line, colour))
         figure.add_scatter(
             x=x,

@@ -19,7 +19,7 @@ from cocofl.report.drawing import (
     profiling_figure,
     save,
 )
-from cocofl.report.findings import AXES, curve, most_updates, summary, trained
+from cocofl.report.findings import curve, known_axes, most_updates, summary, trained
 from cocofl.report.palette import line_colours
 from cocofl.report.runs import Scene, arrange
 from cocofl.report.sources import Sources
@@ -61,11 +61,12 @@ def scene_figures(scene: Scene, colours: Mapping[str, str]) -> dict[str, Figure]
 
 
 def curve_figure(scene: Scene, colours: Mapping[str, str]) -> Figure:
-    """The metric over rounds, simulated time and uploaded bytes; bands are worst to best seed."""
-    figure, scale = new_figure(11.0, 3.6), scene.metric.scale
-    panels = figure.subplots(1, 3, sharey=True)
+    """The metric over rounds, simulated time, uploads and energy; bands are worst to best seed."""
     curves = {line.label: curve(line) for line in scene.lines}
-    for axes, (axis, title) in zip(panels, AXES.items(), strict=True):
+    known = known_axes(scene.lines, list(curves.values()))
+    figure, scale = new_figure(3.67 * len(known), 3.6), scene.metric.scale
+    panels = figure.subplots(1, len(known), sharey=True)
+    for axes, (axis, title) in zip(panels, known.items(), strict=True):
         for line in scene.lines:
             one, colour = curves[line.label], colours[line.label]
             style = "--" if line.is_bound else "-"

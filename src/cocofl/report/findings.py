@@ -107,8 +107,11 @@ AXES = {
     "rounds": "round",
     "simulated_s": "simulated time / s",
     "uploaded_mb": "uploaded / MB",
+    "energy_j": "energy of training / J",
 }
 """Along what curves are drawn, and what the axis is called."""
+WORST = "worst-off"
+"""Stands for a group's name: of each point the one that has least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +125,16 @@ class Curve:
     low: Floats
     high: Floats
     groups: dict[str, Floats]
+    worst: Floats
+    """Of the groups the one that has least, at each point by itself; empty where there are none."""
+    energy_j: Floats | None = None
+    """None where no device's power is known."""
+
+    def of(self, group: str | None) -> Floats:
+        """The mean of all, or a group's."""
+        if group == WORST:
+            return self.worst
+        return self.mean if group is None else self.groups[group]
 
     @property
     def is_short(self) -> bool:
@@ -145,6 +158,8 @@ def curve(line: Line, at_most: int | None = None) -> Curve:
         if group in shared
     }
     mean, low, high = values.mean(axis=0), values.min(axis=0), values.max(axis=0)
+    least = np.min if line.metric.higher_is_better else np.max
+    worst: Floats = least(list(groups.values()), axis=0) if groups else np.zeros(0)
     kept = np.arange(len(rounds))
     if at_most is not None and len(rounds) > at_most:
         kept = thin([mean, low, high, *groups.values()], at_most)
@@ -156,7 +171,24 @@ def curve(line: Line, at_most: int | None = None) -> Curve:
         low[kept],
         high[kept],
         {group: found[kept] for group, found in groups.items()},
+        worst[kept] if groups else worst,
+        _running_total(line.runs, "energy_j", rounds[kept]) if _knows_energy(line) else None,
     )
+
+
+def _knows_energy(line: Line) -> bool:
+    return all(record.energy_j is not None for run in line.runs for record in run.rounds)
+
+
+def known_axes(lines: Sequence[Line], curves: Sequence[Curve]) -> dict[str, str]:
+    """Along what all of them can be drawn; what has all data in one place is a level anywhere."""
+    pairs = zip(lines, curves, strict=True)
+    own = [one for line, one in pairs if not line.facts.all_data_in_one_place]
+    return {
+        axis: title
+        for axis, title in AXES.items()
+        if all(getattr(o, axis) is not None for o in own)
+    }
 
 
 def thin(series: Sequence[Floats], at_most: int) -> Ints:

@@ -49,17 +49,21 @@ def ranking_table(scene: Scene) -> TextTable | None:
             for row, name in zip(rows, worst, strict=True)
         ]
     reached = metric.text(goal)
-    costs: dict[str, tuple[Callable[[Curve], Floats], Callable[[float], str]]] = {
+    costs: dict[str, tuple[Callable[[Curve], Floats | None], Callable[[float], str]]] = {
         f"time to {reached}": (lambda one: one.simulated_s, seconds_text),
         f"uploaded to {reached}": (lambda one: 1e6 * one.uploaded_mb, bytes_text),
+        f"energy to {reached}": (lambda one: one.energy_j, lambda joules: f"{joules:.3g} J"),
     }
     for heading, (along, text) in costs.items():
-        found = [_first(along(one), one.mean, goal, metric) for one in curves]
-        columns[heading] = [NOTHING if cost is None else text(cost) for cost in found]
-    took_part = [_took_part(line) for line in lines]
+        spent = [along(one) for one in curves]
+        if any(one is not None for one in spent):
+            pairs = zip(spent, curves, strict=True)
+            found = [_first(cost, one.mean, goal, metric) for cost, one in pairs]
+            columns[heading] = [NOTHING if cost is None else text(cost) for cost in found]
+    shares = [took_part(line) for line in lines]
     # As the summary has them, then those of which nothing else is known.
-    for group in dict.fromkeys([*scene.groups, *(name for one in took_part for name in one)]):
-        columns[f"{group} took part / %"] = [f"{100 * one.get(group, 0):.0f}" for one in took_part]
+    for group in dict.fromkeys([*scene.groups, *(name for one in shares for name in one)]):
+        columns[f"{group} took part / %"] = [f"{100 * one.get(group, 0):.0f}" for one in shares]
     return TextTable.of(scene.title, columns)
 
 
@@ -69,13 +73,13 @@ def _goal(best: float, metric: MetricFacts) -> float:
     return float(np.floor(100 * goal) / 100) if metric.is_share else goal
 
 
-def _first(costs: Floats, values: Floats, goal: float, metric: MetricFacts) -> float | None:
-    """The cost at which the goal is reached; None where it never is."""
+def _first(costs: Floats | None, values: Floats, goal: float, metric: MetricFacts) -> float | None:
+    """The cost at which the goal is reached; None where it never is, or nobody knows."""
     there = np.flatnonzero([metric.merit(value) >= metric.merit(goal) for value in values])
-    return float(costs[there[0]]) if len(there) else None
+    return None if costs is None or not len(there) else float(costs[there[0]])
 
 
-def _took_part(line: Line) -> dict[str, float]:
+def took_part(line: Line) -> dict[str, float]:
     """By group, how many of the devices that were asked were merged."""
     asked, merged = Counter[str](), Counter[str]()
     for run in line.runs:

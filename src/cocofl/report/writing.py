@@ -17,7 +17,15 @@ from cocofl.experiment import Run
 from cocofl.files import write_text
 from cocofl.profiling import ProfileTable
 from cocofl.report import charts
-from cocofl.report.findings import ahead, curve, most_updates, summary, trained
+from cocofl.report.findings import (
+    WORST,
+    ahead,
+    curve,
+    known_axes,
+    most_updates,
+    summary,
+    trained,
+)
 from cocofl.report.nodes import node_histories, node_table, reason_table
 from cocofl.report.pages import as_json, template
 from cocofl.report.palette import ON_DARK, line_colours
@@ -93,6 +101,14 @@ def report_page(runs: Sequence[Run]) -> str:
     return template("report.html").render(page)
 
 
+_OVER = {
+    "rounds": "rounds",
+    "simulated_s": "simulated time",
+    "uploaded_mb": "uploaded bytes",
+    "energy_j": "energy",
+}
+
+
 def _stage(
     scene: Scene, sources: Sources, colours: Mapping[str, str], drawings: Drawings
 ) -> dict[str, Any]:
@@ -102,12 +118,15 @@ def _stage(
     band = "The band reaches from the worst to the best seed."
     several = any(len(line.runs) > 1 for line in lines)
     name = metric.name[:1].upper() + metric.name[1:]
-    axes = {"rounds": "rounds", "simulated_s": "simulated time", "uploaded_mb": "uploaded bytes"}
-    curves = []
-    for axis, title in axes.items():
+    ranking, curves = ranking_table(scene), []
+    for axis in known_axes(lines, found):
         chart = charts.curve_chart(lines, found, colours, axis)
         caption = band if several and axis == "rounds" else ""
-        curves.append(drawings.add(chart, f"{name} over {title}", 330, caption))
+        curves.append(drawings.add(chart, f"{name} over {_OVER[axis]}", 330, caption))
+        if groups and ranking and axis != "rounds":
+            chart = charts.curve_chart(lines, found, colours, axis, WORST)
+            title = f"{name} of the worst-off group over {_OVER[axis]}"
+            curves.append(drawings.add(chart, title, 330))
     fairness = []
     for group in groups:
         chart = charts.curve_chart(lines, found, colours, "rounds", group)
@@ -126,7 +145,7 @@ def _stage(
         "header": table.header,
         "tiles": highlights(scene) if len(lines) == 1 else {},
         "headline": _headline(scene),
-        "ranking": ranking_table(scene),
+        "ranking": ranking,
         "curves": curves,
         "fairness": fairness,
         "trained": _trained_cards(lines, groups, drawings),

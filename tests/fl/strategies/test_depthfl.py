@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from cocofl import data
-from cocofl.errors import InvalidSetting
+from cocofl.engine.cohort import CohortExecutor
+from cocofl.errors import InvalidSetting, InvalidState
+from cocofl.fl.batches import tensors
 from cocofl.fl.exits import DepthWork, exit_of
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.fl.strategies.depthfl import first_blocks_cost
+from cocofl.freeze import KernelPlan
 from tests.fl.conftest import initial, make_workshop, task
 from tests.fl.strategies.tables import PlainTables, situation
 
@@ -93,6 +97,42 @@ def test_blocks_and_exits_are_the_means_of_those_who_trained_them(digits: data.D
     again = trainer.train(task(works[1]), trainer.server_state(merged))
     assert again.is_finite
     assert not torch.equal(again.tensors["exits.2.weight"], merged["exits.2.weight"])
+
+
+def test_the_server_tests_the_mean_of_what_all_exits_say(digits: data.DataSet) -> None:
+    trainer = make_workshop(digits)
+    state, n = initial(trainer), len(trainer.chain())
+    sent = [trainer.train(task(DepthWork((2, 4, n)), device=d), state) for d in range(2)]
+    merged = STRATEGIES["depthfl"](PlainTables(n_blocks=n)).merge(state, sent)
+    blocks = copy.deepcopy(trainer.chain()).blocks
+    for block in blocks:
+        own = block.state_dict()
+        block.load_state_dict(
+            own | {key: merged.tensors[key] for key in own & merged.tensors.keys()}
+        )
+    values, labels = tensors(trainer.spec.test, np.arange(100))
+    scores = []
+    for depth, block in enumerate(blocks.eval(), 1):
+        values = block(values)
+        if depth in (2, 4):
+            weight, bias = (merged.tensors[f"exits.{depth}.{k}"] for k in ("weight", "bias"))
+            scores.append(values.mean((2, 3)) @ weight.T + bias)
+    right = (torch.stack([*scores, values]).mean(0).argmax(1) == labels).sum()
+    alone = (values.argmax(1) == labels).sum()
+    (found,) = trainer.test(merged, [np.arange(100)], "running")
+    assert found[0].diagonal().sum() == right != alone
+    executor = CohortExecutor("cpu", precision="fp32")
+    executor.prepare(trainer, KernelPlan())
+    stacked = executor.test(executor.placed(merged), [np.arange(100)], "running")
+    assert (stacked[0] == found[0]).all()
+    executor.close()
+    for wrong, message in (
+        ({"exits.9.bias": torch.zeros(10)}, "a part of exits.9, which is no exit"),
+        ({"exits.2.weight": torch.zeros(10, 3)}, "expected 10 rows of the 8 features"),
+    ):
+        broken = trainer.server_state({**merged.tensors, **wrong})
+        with pytest.raises(InvalidState, match=message):
+            trainer.test(broken, [np.arange(4)], "running")
 
 
 def test_what_it_cannot_do_is_said_before_anything_is_trained() -> None:

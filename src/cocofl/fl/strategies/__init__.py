@@ -20,6 +20,8 @@ from cocofl.fl.strategies.fedbuff import fedbuff
 from cocofl.fl.strategies.fedpart import fedpart
 from cocofl.fl.strategies.fedprox import fedprox
 from cocofl.fl.strategies.fedrolex import fedrolex
+from cocofl.fl.strategies.helios import helios
+from cocofl.fl.strategies.inclusivefl import inclusivefl
 from cocofl.fl.strategies.layerout import layerout
 from cocofl.fl.strategies.learning import check_can_learn, low_rank_of
 from cocofl.fl.strategies.pvt import pvt
@@ -49,6 +51,8 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "fedbuff": fedbuff,
     "fedasync": fedasync,
     "distreal": distreal,
+    "helios": helios,
+    "inclusivefl": inclusivefl,
 }
 
 NEEDS_NOTHING = "fedavg-full"

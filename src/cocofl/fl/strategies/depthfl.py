@@ -7,6 +7,8 @@ of its own, and these learn from each other (self-distillation).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cocofl.checks import check_number
 from cocofl.errors import InvalidSetting
 from cocofl.fl.exits import DepthWork
@@ -15,6 +17,7 @@ from cocofl.fl.merge import Mean
 from cocofl.fl.select import fits
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, share_of_deadline
 from cocofl.fl.strategies.facts import SLICES, SPANS, StrategyFacts, declares
+from cocofl.fl.trainer import Work
 from cocofl.profiling.table import ProfileTable, spans_alone
 from cocofl.span import Span
 
@@ -60,11 +63,19 @@ def depths_of(n_blocks: int, stages: int) -> tuple[int, ...]:
 def depthfl(tables: Tables, *, stages: int = 4, distillation: float = 1.0) -> Strategy:
     """A device trains all ``stages`` that fit; ``distillation`` weighs what exits share.
 
-    Each block and each exit is averaged over those who trained it. The server tests the whole
-    network with its own classifier.
+    Each block and each exit is averaged over those who trained it. What the whole network says is
+    the mean of what its exits do.
     """
-    check_number("strategy.stages", stages, least=1)
     check_number("strategy.distillation", distillation, least=0)
+    plan = by_depth(tables, stages, lambda trained: DepthWork(trained, distillation))
+    return Strategy(plan, Mean("senders"))
+
+
+def by_depth(
+    tables: Tables, stages: int, work: Callable[[tuple[int, ...]], Work]
+) -> Callable[[Situation], Plan | None]:
+    """How devices plan that train the most first stages that fit; ``work`` is told their ends."""
+    check_number("strategy.stages", stages, least=1)
     if tables.labels != "classes":
         raise InvalidSetting(
             f"exits compare scores of classes, but the labels of this data set are "
@@ -85,7 +96,7 @@ def depthfl(tables: Tables, *, stages: int = 4, distillation: float = 1.0) -> St
         if not fitting:
             return None
         deepest = fitting[-1]
-        work = DepthWork(depths[: deepest + 1], distillation)
-        return Plan(work, share_of_deadline(costs[deepest][0], limits[0]))
+        time = share_of_deadline(costs[deepest][0], limits[0])
+        return Plan(work(depths[: deepest + 1]), time)
 
-    return Strategy(plan, Mean("senders"))
+    return plan

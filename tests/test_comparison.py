@@ -1,0 +1,100 @@
+"""Comparisons are fair: as many updates and as many trials for all, by a seed nobody reports."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from cocofl import Experiment, Run
+from cocofl.comparison import TUNING_SEED, compare
+from cocofl.engine.executor import InProcess
+from cocofl.errors import InvalidExperiment, NoFeasibleSpan
+
+TINY = Experiment().changed(
+    {
+        "rounds": 4,
+        "model.options": {"tiny": True},
+        "training.decay_rounds": [2],
+        "devices.count": 12,
+        "devices.per_round": 3,
+        "evaluation.every": 2,
+        "evaluation.samples": 50,
+        "tables.spans": "analytic",
+        "engine.kernels": "reference",
+    }
+)
+ALIKE = [{"name": "strong"}]
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own would take longer to start than all that is trained here."""
+    monkeypatch.setattr("cocofl.comparison.executor_for", lambda _one: nullcontext(InProcess()))
+
+
+def test_all_have_as_many_updates_and_as_many_trials(tmp_path: Path) -> None:
+    names = ["fedavg", "fedasync", "fedbuff", "centralized"]
+    runs = compare(
+        TINY.changed({"devices.groups": ALIKE}),
+        strategies=names,
+        seeds=[0],
+        out=tmp_path,
+        splits=["iid"],
+        lr_grid=[0.05, 0.1],
+        resume=False,
+    )
+    by_name = {run.experiment.strategy.name: run for run in runs}
+    rounds = {name: len(run.rounds) for name, run in by_name.items()}
+    # FedBuff has buffers of ten: a merge for 3.33 rounds of three updates.
+    assert rounds == {"fedavg": 4, "fedasync": 12, "fedbuff": 1, "centralized": 1}
+    assert [by_name[name].fates["merged"] for name in names] == [12, 12, 10, 1]
+    rates = [[record.lr for record in by_name[name].rounds] for name in names[:2]]
+    assert rates[1] == [rate for rate in rates[0] for _ in range(3)]
+    tested = [[record.round for record in by_name[name].evaluated] for name in names[:2]]
+    assert tested == [[2, 4], [6, 12]]
+    for name in names:
+        trials = sorted((tmp_path / "iid/tuning" / name).iterdir())
+        assert [one.name for one in trials] == ["lr0.05", "lr0.1"]
+        assert {Run.open(one).experiment.seed for one in trials} == {TUNING_SEED}
+        found = {Run.open(one).experiment.training.lr: Run.open(one).final for one in trials}
+        best = max(found, key=lambda rate: found[rate].scores["accuracy"])
+        assert by_name[name].experiment.training.lr == best
+
+
+def test_what_nobody_can_train_is_found_before_anything_is_trained(tmp_path: Path) -> None:
+    weak = TINY.changed({"devices.groups": [{"name": "weak", "memory": 0.5}]})
+    left_out: list[tuple[str, str]] = []
+
+    def played(*names: str, tell: bool) -> list[Run]:
+        return compare(
+            weak.changed({"rounds": 1}),
+            strategies=names,
+            seeds=[0],
+            out=tmp_path / "runs",
+            splits=["iid"],
+            lr_grid=[],
+            resume=False,
+            leave_out=(lambda *said: left_out.append(said)) if tell else None,
+        )
+
+    with pytest.raises(NoFeasibleSpan, match="no device can train anything"):
+        played("fedavg", "cocofl", tell=False)
+    assert not (tmp_path / "runs").exists()
+    (run,) = played("fedavg", "cocofl", tell=True)
+    assert run.experiment.strategy.name == "cocofl"
+    assert [name for name, _ in left_out] == ["fedavg"]
+
+
+def test_the_seed_of_trials_is_never_reported(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match="is not to be reported; take another seed"):
+        compare(
+            TINY,
+            strategies=["cocofl"],
+            seeds=[TUNING_SEED],
+            out=tmp_path,
+            splits=["iid"],
+            lr_grid=[0.1],
+            resume=False,
+        )
