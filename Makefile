@@ -8,7 +8,7 @@ SUDO   := $(if $(filter 0,$(shell id -u)),,sudo)
 # In the order of tests/conftest.py; left alone, xdist keeps the files with few but long tests for last.
 IN_TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-faults test-hostile test-docs test-arm test-flower-newest test-without-legacy lint types docs reference browser audit lock clean
+.PHONY: demo test test-slow test-faults test-hostile test-docs test-install test-arm test-flower-newest test-without-legacy lint types docs reference browser audit lock clean
 
 # Minutes later: a report to open. What there is of an earlier demo is continued or shown again.
 demo: $(VENV)/installed
@@ -31,6 +31,10 @@ test-faults: $(VENV)/installed
 # What attackers try: hostile files, devices and networks, within 15 minutes.
 test-hostile: $(VENV)/installed
 	$(BIN)/python bench/hostile.py
+
+# Wheel, sdist and the install page's commands in a clean environment: `make test-install PYTHON=python3.13`.
+test-install: $(VENV)/installed
+	PYTHON=$(PYTHON) $(BIN)/pytest tests/test_package.py -m "slow or not slow"
 
 # The documentation's longer commands, at reduced size.
 test-docs: $(VENV)/installed

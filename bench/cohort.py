@@ -2,6 +2,7 @@
 
     python bench/cohort.py --out cohort.json                 # on a GPU
     python bench/cohort.py --models mobilenet --rounds 50    # one network, longer
+    python bench/cohort.py --profile profiles                # and where a step's time goes
 
 A device-step is one mini-batch of one device: forward, backward and update. Serial is FedAvg on
 the plain model; CoCoFL's cohort has three groups of devices, of which one trains everything and
@@ -141,6 +142,8 @@ def cohort(
         round_()
     torch.cuda.synchronize()
     taken = time.perf_counter() - begin
+    if args.profile:
+        write_profile(args.profile / f"{name}-{strategy}-{precision}.txt", round_, args.steps)
     device_steps = args.rounds * args.steps * args.devices
     return {
         "strategy": strategy,
@@ -151,6 +154,24 @@ def cohort(
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
         "loss": run.losses.mean().item(),
     }
+
+
+def write_profile(path: Path, round_: Callable[[], None], steps: int) -> None:
+    """What the GPU does in a step, by kernel: microseconds, launches, and how long it is busy."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        round_()
+        torch.cuda.synchronize()
+    kernels = sorted(found.key_averages(), key=lambda k: k.self_device_time_total, reverse=True)
+    total = sum(k.self_device_time_total for k in kernels)
+    lines = [
+        f"{total / steps:10.1f} us a step in {sum(k.count for k in kernels) / steps:.0f} kernels"
+    ]
+    lines += [
+        f"{k.self_device_time_total / steps:10.1f} {k.count / steps:7.1f}  {k.key[:110]}"
+        for k in kernels
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -164,6 +185,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench/cohort.py compares ways to use a GPU, and there is none here")

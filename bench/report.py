@@ -1,19 +1,17 @@
 """How large the report of a long comparison is, how long it takes to make and to open.
 
 python bench/report.py [--rounds 1000] [--seeds 3] [--out FOLDER]
-python bench/report.py --out runs/comparison --picture docs/images/report.png
 python bench/report.py --long 100000 --against OTHER/src
 
 Makes run folders as `cocofl compare` does, with made-up numbers (nothing is trained), reports
 them, and opens the page in headless Chromium if it is there. A folder that exists is reported as
-it is; --picture keeps what its page looks like. --long reports one run of so many rounds, each time
-in a fresh process, this tree's and another's in turn.
+it is. --long reports one run of so many rounds, each time in a fresh process, this tree's and
+another's in turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import shutil
@@ -206,22 +204,6 @@ def open_in_browser(page: Path) -> dict[str, int]:
         driver.quit()
 
 
-def picture(page: Path, out: Path, height: int = 1110) -> None:
-    """The top of a page as a small PNG."""
-    from PIL import Image  # noqa: PLC0415
-
-    driver = browser(width=1280, height=height)
-    try:
-        driver.get(page.resolve().as_uri())
-        time.sleep(2)  # for the charts in view
-        shot = driver.get_screenshot_as_png()
-    finally:
-        driver.quit()
-    with Image.open(io.BytesIO(shot)) as image:
-        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(out, optimize=True)
-    print(f"picture: {out}, {out.stat().st_size / 1e3:.0f} kB")
-
-
 LONG = """
 import sys, time
 from pathlib import Path
@@ -268,7 +250,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="keep the folder and the page")
-    parser.add_argument("--picture", type=Path, help="what the page looks like, as PNG")
     parser.add_argument("--long", type=int, help="rounds of a single run")
     parser.add_argument("--against", type=Path, help="src of another tree to compare --long with")
     arguments = parser.parse_args()
@@ -282,9 +263,6 @@ def main() -> None:
         begin = time.perf_counter()
         page = write_report(find_runs([folder]), folder / "report.html")
         print(f"page: {page.stat().st_size / 1e6:.2f} MB, {time.perf_counter() - begin:.1f} s")
-        if arguments.picture:
-            picture(page, arguments.picture)
-            return
         begin = time.perf_counter()
         written = save_figures(find_runs([folder]), folder / "figures")
         print(f"figures: {len(written)} files, {time.perf_counter() - begin:.1f} s")

@@ -15,8 +15,11 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from timeit import timeit
+from typing import Any
 
 # Some twenty networks take turns in this one process, more than oneDNN's cache of compiled
 # primitives holds by default; no training process has that many.
@@ -25,9 +28,11 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
 import torch
 from torch import Tensor, nn
 
-from cocofl import KernelPlan, Span, chain_state, freeze, split
+from cocofl import BlockChain, KernelPlan, Span, chain_state, freeze, split
 from cocofl.allocator import keep_freed_memory
-from cocofl.freeze import VARIANTS, State
+from cocofl.freeze import VARIANTS, FrozenNet, State
+from cocofl.freeze.region import IntegerRegion
+from cocofl.freeze.steps import MapStep
 from cocofl.models import MODELS
 from cocofl.profiling.memory import peak_tensor_bytes
 from cocofl.profiling.subject import training_step
@@ -71,6 +76,80 @@ def trained_a_little(name: str, x: Tensor, y: Tensor) -> tuple[nn.Module, State]
     return model, state
 
 
+def print_freezing(
+    chain: BlockChain, spans: Sequence[str], state: State, plan: KernelPlan, repeats: int = 9
+) -> None:
+    """How long freezing takes that has been done before with other weights."""
+    factors = [1 + 0.01 * i for i in range(repeats)]
+    others = [{key: factor * tensor for key, tensor in state.items()} for factor in factors]
+    for span in spans:
+        freezes = [partial(freeze, chain, Span.parse(span), state=s, plan=plan) for s in others]
+        seconds = [timeit(one, number=1) for one in freezes][2:]
+        print(f"freeze {span}: {statistics.median(seconds) * 1e3:.1f} ms")
+
+
+class Stopwatch:
+    """Seconds by what is done, those of what is done inside it not counted twice."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inside = [0.0]
+
+    def watched(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            begin = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                taken = time.perf_counter() - begin
+                own = taken - self._inside.pop()
+                self.seconds[what] = self.seconds.get(what, 0.0) + own
+                self._inside[-1] += taken
+
+        return timed
+
+
+def print_by_operation(span: str, net: FrozenNet, x: Tensor, y: Tensor, repeats: int) -> None:
+    """The time of a step by what it is spent on, and the int8 kernels on their own."""
+    watch, calls = Stopwatch(), list[Callable[[], object]]()
+    regions = [part.run for part in net._parts if isinstance(part.run, IntegerRegion)]
+
+    def remembered(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if len(calls) < maps:
+                calls.append(partial(call, *args))
+            return call(*args)
+
+        return run
+
+    maps = 0
+    for region in regions:
+        region.forward = watch.watched("region", region.forward)  # type: ignore[method-assign]
+        region.backward = watch.watched("region", region.backward)  # type: ignore[method-assign]
+        for step in region._steps:
+            if isinstance(step, MapStep):
+                maps += 1 + region.passing
+                step._run = watch.watched("int8 kernels", remembered(step._run))
+                if step._gradient is not None:
+                    step._gradient = watch.watched("int8 kernels", remembered(step._gradient))
+            what = "masks, caps" if isinstance(step, MapStep) else type(step).__name__
+            step.forward = watch.watched(what, step.forward)  # type: ignore[method-assign]
+            step.backward = watch.watched(what, step.backward)  # type: ignore[method-assign]
+    for block in net.trained:
+        block.forward = watch.watched("trained, forward", block.forward)
+    whole = watch.watched("all else, backward of trained", training_step(net, (x,), y))
+    whole()
+    watch.seconds.clear()
+    for _ in range(repeats):
+        whole()
+    print(f"{span}: {sum(watch.seconds.values()) / repeats * 1e3:.1f} ms a step, of these")
+    for what, seconds in sorted(watch.seconds.items(), key=lambda item: -item[1]):
+        print(f"{seconds / repeats * 1e3:9.2f} ms  {what}")
+    alone = sum(min(timeit(call, number=1) for _ in range(3)) for call in calls)
+    print(f"{alone * 1e3:9.2f} ms  the int8 kernels one by one, each the shortest of three")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=list(MODELS))
@@ -82,6 +161,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--mallopt", action="store_true", help="keep freed memory (both sides)")
     parser.add_argument("--no-memory", action="store_true", help="skip the peak measurement")
+    parser.add_argument("--unscaled", action="store_true", help="also qff that is sent no scales")
+    parser.add_argument("--checkpoint", action="store_true", help="also qff that computes again")
+    parser.add_argument("--by-operation", action="store_true", help="where the time of qff goes")
+    parser.add_argument("--freezing", action="store_true", help="time freezing other weights, too")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     return parser.parse_args()
 
@@ -105,14 +188,18 @@ def main() -> None:
         fresh.load_state_dict(model.state_dict())
         return fresh.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def builder(span: str, variant: str) -> Build:
-        return lambda: freeze(
-            chain, Span.parse(span), variant=variant, backend=args.backend, state=state, plan=plan
-        )
+    def builder(span: str, variant: str, **options: Any) -> Build:
+        how = {"variant": variant, "backend": args.backend, "state": state, "plan": plan}
+        return lambda: freeze(chain, Span.parse(span), **(how | options))
 
     builders = {"full": plain} | {
         f"{span} {variant}": builder(span, variant) for span in spans for variant in args.variants
     }
+    if args.unscaled:
+        weights = chain_state(chain)
+        builders |= {f"{span} unscaled": builder(span, "qff", state=weights) for span in spans}
+    if args.checkpoint:
+        builders |= {f"{span} again": builder(span, "qff", checkpoint=True) for span in spans}
     steps = {name: training_step(build(), (x,), y) for name, build in builders.items()}
     seconds = interleaved(steps, args.repeats)
     del steps
@@ -122,7 +209,7 @@ def main() -> None:
     print(f"{args.model}, batch {args.batch}, {args.threads} threads, torch {torch.__version__}")
     peak = f", peak {peaks['full'] / 2**20:.1f} MiB" if peaks else ""
     print(f"full training, plain PyTorch: {statistics.median(full) * 1e3:.1f} ms{peak}")
-    print(f"{'span':>7} {'variant':>7} {'ms':>8} {'time':>7} {'peak':>7}")
+    print(f"{'span':>7} {'variant':>8} {'ms':>8} {'time':>7} {'peak':>7}")
     rows = []
     for name in list(builders)[1:]:
         span, variant = name.split()
@@ -130,7 +217,13 @@ def main() -> None:
         memory = peaks[name] / peaks["full"] if peaks else float("nan")
         ms = statistics.median(seconds[name]) * 1e3
         rows.append({"span": span, "variant": variant, "ms": ms, "time": ratio, "peak": memory})
-        print(f"{span:>7} {variant:>7} {ms:8.1f} {ratio:7.3f} {memory:7.3f}")
+        print(f"{span:>7} {variant:>8} {ms:8.1f} {ratio:7.3f} {memory:7.3f}")
+    if args.by_operation:
+        for span in spans:
+            net = freeze(chain, Span.parse(span), backend=args.backend, state=state, plan=plan)
+            print_by_operation(span, net, x, y, args.repeats)
+    if args.freezing:
+        print_freezing(chain, spans, state, plan)
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "rows": rows}, indent=1) + "\n")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cocofl.errors import OtherHardware
-from cocofl.profiling import ProfileTable, shipped
-from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling import ProfileTable
+from cocofl.profiling.analytic import analytic_tables
 from cocofl.profiling.device_rates import DEVICES
 from cocofl.profiling.subject import Settings
-from cocofl.report.fits import write_fits_page
+from cocofl.report.fits import shipped_names, write_fits_page
 
 COUNTED = "mobilenet"
 """The network whose spans are counted for every device that has a name."""
@@ -22,8 +22,10 @@ def on_post_build(config: Any) -> None:
     """Put the page beside the others."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OtherHardware)
-        tables = [ProfileTable.load(name) for name in shipped() if not name.endswith("/width")]
-    for device in DEVICES:
-        found = analytic_table(Settings(COUNTED), device)
-        tables.append(replace(found, name=f"analytic:{device}/{COUNTED}"))
+        tables = [ProfileTable.load(name) for name in shipped_names()]
+    counted = analytic_tables(Settings(COUNTED), list(DEVICES))
+    tables += [
+        replace(table, name=f"analytic:{device}/{COUNTED}")
+        for device, table in zip(DEVICES, counted, strict=True)
+    ]
     write_fits_page(tables, Path(config["site_dir"]) / "what-fits.html")

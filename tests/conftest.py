@@ -1,5 +1,7 @@
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import settings
 
 from cocofl.freeze import net
 from cocofl.freeze.kernels import WITHOUT
+from tests.command_line import Call, Done
 
 # Tests of int8 need it, however small their networks are; where it is not worth it is tested apart.
 net._DEFAULT_PLAN.regions = False
@@ -39,3 +42,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of whole programs first: a file of them takes long, and nobody waits for the last."""
     here = Path(__file__).parent
     items.sort(key=lambda item: item.path.parent != here)
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Call]:
+    """`cocofl` in this process, which saves its start, in a folder of the test's own."""
+    from cocofl.cli import main  # noqa: PLC0415
+    from cocofl.fl.metrics import metric  # noqa: PLC0415
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*words: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    yield run
+    # Another test may have modules, and metrics in them, of the same names.
+    metric.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(f"{tmp_path}/"):
+            del sys.modules[name]

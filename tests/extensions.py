@@ -1,17 +1,17 @@
-"""The worked examples of docs/guides/extend.md as files: what is tested is the documentation."""
+"""The worked examples of the guides "Add …" as files: what is tested is the documentation."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs/guides/extend.md"
+PAGES = sorted((Path(__file__).parents[1] / "docs/guides").glob("extend*.md"))
 
 
 def extensions() -> dict[str, str]:
     """By name of a file its text."""
-    blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    return dict(blocks)
+    text = "".join(page.read_text() for page in PAGES)
+    return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", text, re.M | re.S))
 
 
 def write_extensions(folder: Path) -> None:

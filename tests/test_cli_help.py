@@ -12,7 +12,8 @@ import pytest
 import typer.main
 from bench.report import made_up_run
 
-from cocofl.cli import app, main
+from cocofl.cli import app
+from tests.command_line import Call
 
 BIN = Path(sys.executable).parent
 COMMANDS = [
@@ -22,18 +23,8 @@ COMMANDS = [
 ]
 
 
-def called(capsys, *words: str) -> tuple[int, str, str]:
-    # In this process, for speed; other tests start real ones.
-    with pytest.raises(SystemExit) as stopped:
-        main(list(words))
-    code = stopped.value.code
-    assert isinstance(code, int)
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
-def test_help_groups_commands_by_job_with_an_example_each(capsys):
-    code, shown, _ = called(capsys, "--help")
+def test_help_groups_commands_by_job_with_an_example_each(call: Call):
+    code, shown, _ = call("--help")
     assert code == 0
     for words in ("Compare methods", "Ask what fits a device", "Look at data"):
         assert words in shown
@@ -42,13 +33,13 @@ def test_help_groups_commands_by_job_with_an_example_each(capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_has_an_example(capsys, command):
-    code, shown, _ = called(capsys, *command, "--help")
+def test_every_command_has_an_example(call: Call, command):
+    code, shown, _ = call(*command, "--help")
     assert code == 0
     assert f"Example: cocofl {' '.join(command)}" in shown
 
 
-def test_bash_completes_commands_options_and_names():
+def test_bash_completes_options_and_names():
     script = """
     source <(cocofl --show-completion bash)
     complete_line() {
@@ -56,7 +47,6 @@ def test_bash_completes_commands_options_and_names():
         _cocofl_completion cocofl
         echo "${COMPREPLY[*]}"
     }
-    complete_line cocofl re
     complete_line cocofl report --fi
     complete_line cocofl profile mobilenet-
     """
@@ -65,29 +55,28 @@ def test_bash_completes_commands_options_and_names():
         ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
     )
     assert [line.split() for line in done.stdout.splitlines()] == [
-        ["report", "reproduce"],
         ["--figures"],
         ["mobilenet-groupnorm", "mobilenet-large"],
     ]
 
 
-def test_the_doctor_examines_the_machine(capsys):
-    code, shown, _ = called(capsys, "doctor")
+def test_the_doctor_examines_the_machine(call: Call):
+    code, shown, _ = call("doctor")
     assert code == 0
     assert "kernel onednn" in shown
-    _, shown, _ = called(capsys, "doctor", "--json")
+    _, shown, _ = call("doctor", "--json")
     found = {finding["what"]: finding for finding in json.loads(shown)}
     assert found["kernel reference"]["state"] == "good"
     assert "digits" in found["data here"]["found"]
     assert found["torch"]["found"].startswith("2.")
 
 
-def test_a_report_of_several_runs(capsys, tmp_path):
+def test_a_report_of_several_runs(call: Call, tmp_path):
     for strategy in ("cocofl", "fedavg"):
         made_up_run(tmp_path / strategy, strategy, "rc", 0, rounds=3)
     out = tmp_path / "page.html"
     words = ("report", str(tmp_path / "cocofl"), str(tmp_path / "fedavg"), "--out", str(out))
-    code, shown, _ = called(capsys, *words, "--json")
+    code, shown, _ = call(*words, "--json")
     assert code == 0
     assert out.stat().st_size > 1e6
     (scene,) = json.loads(shown)["scenes"]
@@ -103,9 +92,8 @@ def test_a_report_of_several_runs(capsys, tmp_path):
         (["run", "nothing.toml"], "cannot read nothing.toml"),
     ],
 )
-def test_a_users_mistake_has_one_message(capsys, tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    code, shown, error = called(capsys, *words)
+def test_a_users_mistake_has_one_message(call: Call, words, message):
+    code, shown, error = call(*words)
     assert (code, shown) == (2, "")
     assert error.startswith("error: ")
     assert message in error

@@ -1,21 +1,17 @@
-"""``cocofl profile`` and ``cocofl select``, run as a person runs them."""
+"""``cocofl profile`` and ``cocofl select``."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cocofl import ProfileTable, all_spans
-from cocofl.cli import main
 from cocofl.profiling import Cost, Hardware
+from tests.command_line import Call, in_a_process
 
-COCOFL = Path(sys.executable).with_name("cocofl")
 OWN = """
 import torch
 from torch import nn
@@ -27,22 +23,9 @@ def net(width=1.0):
 """
 
 
-@pytest.fixture
-def run(tmp_path: Path):
+@pytest.fixture(autouse=True)
+def own_network(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [COCOFL, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return call
 
 
 def table_file(path: Path, hardware: Hardware | None = None) -> Path:
@@ -58,13 +41,13 @@ def table_file(path: Path, hardware: Hardware | None = None) -> Path:
     return path
 
 
-def test_profile_analytic_with_figures_then_select(run, tmp_path: Path) -> None:
-    made = run("profile", "own:net", "--analytic", "--batch", "8", "--out", "qff.json")
+def test_profile_analytic_with_figures_then_select(call: Call, tmp_path: Path) -> None:
+    made = call("profile", "own:net", "--analytic", "--batch", "8", "--out", "qff.json")
     assert made.returncode == 0, made.stderr
     assert "analytic: nothing was measured" in made.stdout
-    widths = run("profile", "own:net", "--analytic", "--method", "width", "--batch", "8")
+    widths = call("profile", "own:net", "--analytic", "--method", "width", "--batch", "8")
     assert widths.returncode == 0, widths.stderr
-    drawn = run(
+    drawn = call(
         "profile", "own:net", "--out", "qff.json", "--plot", "figure.png",
         "--with", "own.net-width.json",
     )  # fmt: skip
@@ -72,20 +55,21 @@ def test_profile_analytic_with_figures_then_select(run, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("figure*")} == {
         "figure.png", "figure.svg", "figure-blocks.png", "figure-blocks.svg",
     }  # fmt: skip
-    assert run("select", "qff.json", "--time", "0.9").returncode == 0
+    assert call("select", "qff.json", "--time", "0.9").returncode == 0
 
 
-def test_profile_fast(run, tmp_path: Path) -> None:
-    made = run("profile", "own:net", "--fast", "--variant", "f", "--batch", "8", "--threads", "1")
+def test_profile_fast(call: Call, tmp_path: Path) -> None:
+    made = call("profile", "own:net", "--fast", "--variant", "f", "--batch", "8", "--threads", "1")
     assert made.returncode == 0, made.stderr
     assert "the rest predicted" in made.stdout
     assert "stated error" in made.stdout
     assert ProfileTable.load(tmp_path / "own.net-f.json").source == "fast"
 
 
-def test_select_shows_spans_as_a_table_and_a_picture(run, tmp_path: Path) -> None:
+def test_select_shows_spans_as_a_table_and_a_picture(tmp_path: Path) -> None:
     path = str(table_file(tmp_path / "table.json"))
-    shown = run("select", path, "--time", "0.5", "--memory", "0.5", "--upload", "0.7")
+    words = ("select", path, "--time", "0.5", "--memory", "0.5", "--upload", "0.7")
+    shown = in_a_process(*words, cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "7 of 10 spans fit time ≤ 0.5, memory ≤ 0.5, upload ≤ 0.7; 3 are maximal" in shown.stdout
     assert "░██▒" in shown.stdout
@@ -93,10 +77,10 @@ def test_select_shows_spans_as_a_table_and_a_picture(run, tmp_path: Path) -> Non
     assert shown.stderr == ""
 
 
-def test_select_as_json_with_seconds_and_bytes(run, tmp_path: Path) -> None:
+def test_select_as_json_with_seconds_and_bytes(call: Call, tmp_path: Path) -> None:
     path = str(table_file(tmp_path / "table.json"))
     # 500 samples are 16 steps; two blocks take 0.02 s each step.
-    shown = run(
+    shown = call(
         "select", path, "--time", "0.33s", "--memory", "3kB", "--upload", "1MB",
         "--samples", "500", "--json",
     )  # fmt: skip
@@ -114,8 +98,10 @@ def test_select_as_json_with_seconds_and_bytes(run, tmp_path: Path) -> None:
         (["--blocks", "20"], "is for 4 blocks (toy), but the model has 20"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(run, tmp_path, arguments, message: str) -> None:
-    failed = run("select", str(table_file(tmp_path / "table.json")), *arguments)
+def test_mistakes_are_one_line_and_exit_code_2(
+    call: Call, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    failed = call("select", str(table_file(tmp_path / "table.json")), *arguments)
     assert failed.returncode == 2
     assert message in failed.stderr
     assert len(failed.stderr.splitlines()) == 1
@@ -132,43 +118,36 @@ def test_mistakes_are_one_line_and_exit_code_2(run, tmp_path, arguments, message
     ],
 )
 def test_what_cannot_be_profiled_is_said_at_once(
-    tmp_path: Path, monkeypatch, capsys, arguments, message: str
+    call: Call, arguments: list[str], message: str
 ) -> None:
-    (tmp_path / "own.py").touch()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["profile", "resnet10-digits", "--analytic", "--out", "t.json", *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    words = ("profile", "resnet10-digits", "--analytic", "--out", "t.json", *arguments)
+    failed = call(*words)
+    assert failed.returncode == 2
+    assert message in failed.stderr
     assert not Path("t.json").exists()
 
 
-def test_other_hardware_is_a_warning_that_names_both(run, tmp_path: Path) -> None:
+def test_other_hardware_is_a_warning_that_names_both(call: Call, tmp_path: Path) -> None:
     elsewhere = replace(Hardware.here(), cpu="Cortex-A72")
-    shown = run("select", str(table_file(tmp_path / "table.json", elsewhere)), "--time", "1")
+    shown = call("select", str(table_file(tmp_path / "table.json", elsewhere)), "--time", "1")
     assert shown.returncode == 0
     assert shown.stderr.startswith("warning: ")
     assert "Cortex-A72" in shown.stderr
     assert Hardware.here().cpu in shown.stderr
 
 
-def test_an_unknown_model_names_the_nearest(run) -> None:
-    failed = run("profile", "mobilnet", "--analytic")
+def test_an_unknown_model_names_the_nearest(call: Call) -> None:
+    failed = call("profile", "mobilnet", "--analytic")
     assert failed.returncode == 2
     assert "did you mean mobilenet" in failed.stderr
 
 
-def test_select_counts_for_a_device_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_select_counts_for_a_device_by_name(call: Call) -> None:
     for device, code, said in (
         ("pi5", 0, "pi5: computed, not measured: BCM2712, 4 Cortex-A76 at 2.4 GHz"),
         ("pi6", 2, "unknown device 'pi6' (did you mean pi5?)"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            main(["select", f"analytic:{device}/cnn", "--time", "0.5"])
-        assert stopped.value.code == code
-        printed = capsys.readouterr()
-        assert said in printed.err
-        assert ("analytic:pi5/cnn: cnn, 6 spans" in printed.out) == (code == 0)
+        shown = call("select", f"analytic:{device}/cnn", "--time", "0.5")
+        assert shown.returncode == code
+        assert said in shown.stderr
+        assert ("analytic:pi5/cnn: cnn, 6 spans" in shown.stdout) == (code == 0)

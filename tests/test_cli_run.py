@@ -8,26 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from cocofl.cli import main
 from cocofl.experiment import Run
 from cocofl.fl.metrics import metric
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.runlog import only_writer
+from tests.command_line import Call
 
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Call = Callable[..., Done]
 TINY = """
 name = "tiny"
 rounds = 2
@@ -37,19 +27,9 @@ engine = {kernels = "reference", workers = 1}
 """
 
 
-@pytest.fixture
-def call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Call:
+@pytest.fixture(autouse=True)
+def tiny(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> Done:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        return Done(int(ended.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 def test_run_then_resume_then_evaluate(call: Call, tmp_path: Path) -> None:

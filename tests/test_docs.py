@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from tools.reference import GENERATED
@@ -23,8 +24,10 @@ DOCS = ROOT / "docs"
 LENGTHY = {
     "guides/bring-your-own-model.md",
     "guides/compare.md",
-    "guides/data.md",
+    "guides/data-examples.md",
     "guides/extend.md",
+    "guides/extend-kernels.md",
+    "guides/extend-parts.md",
     "guides/profiling.md",
     "guides/reports.md",
     "guides/simulation.md",
@@ -35,7 +38,15 @@ LENGTHY = {
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LONG = re.compile(r"^<!-- shorter:\n?(.*?)-->\n\n```sh\n.*?^```$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 MOST_WORDS = 900
+OWN_WORDS = {
+    "span": r"spans?",
+    "variant": r"variants?",
+    "cohort": r"cohorts?",
+    "run-folder": r"run\s+folders?",
+    "profile-table": r"profile\s+tables?",
+}
 COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,10}\b")
 
 
@@ -46,7 +57,7 @@ def name_of(page: Path) -> str:
 def prose(page: Path) -> str:
     """A page without its code and comments."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    return COMMENT.sub("", text)
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +165,8 @@ def test_pages_lie_in_the_four_parts() -> None:
 
 @pytest.mark.parametrize("page", sorted((DOCS / "guides").glob("*.md")), ids=name_of)
 def test_a_guide_is_short_and_has_no_history(page: Path) -> None:
+    assert len(COMMENT.sub("", page.read_text()).split()) <= MOST_WORDS, "its code included"
     text = prose(page)
-    assert len(text.split()) <= MOST_WORDS
     assert not COMMIT.findall(text), "a commit belongs into the notebook"
     for word in ("AMD EPYC", "H200", "torch 2."):
         assert word not in text, f"{word}: measurements belong into the notebook"
@@ -176,6 +187,29 @@ def test_entries_of_the_notebook_are_dated_newest_first(page: Path) -> None:
         dates.append(datetime.strptime(date, "%d %B %Y"))
     assert dates == sorted(dates, reverse=True)
     assert COMMIT.search(page.read_text()), "say the commit"
+
+
+def test_the_notebook_s_index_has_every_page_and_its_latest_entry() -> None:
+    index = (DOCS / "notebook/index.md").read_text()
+    for page in (DOCS / "notebook").glob("*.md"):
+        if page.name != "index.md":
+            (latest, *_) = re.findall(r"^## (.*?): ", prose(page), re.M)
+            assert re.search(rf"^\| \[.*\]\({page.name}\) \|.*\| {latest} \|$", index, re.M), (
+                f"{page.name}: {latest}"
+            )
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted((DOCS / "guides").glob("*.md")), *(DOCS / "start").glob("*.md")], ids=name_of
+)
+def test_words_of_our_own_are_linked_to_the_glossary(page: Path) -> None:
+    defined = re.findall(r"^## (.*)$", (DOCS / "reference/glossary.md").read_text(), re.M)
+    # What is in code, in a heading or the text of a link needs no explanation there.
+    plain = re.sub(r"`[^`]*`|^#[^\n]*$|\[[^\]]*\]\([^)]*\)", "", prose(page), flags=re.M)
+    for word, pattern in OWN_WORDS.items():
+        assert word.replace("-", " ") in defined
+        if re.search(rf"(?i)(?<![\w-]){pattern}(?![\w-])", plain):
+            assert f"glossary.md#{word})" in page.read_text(), f"link {word} where it comes first"
 
 
 # --- links and the site --------------------------------------------------------------------------
@@ -207,6 +241,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
             shown = len(re.findall(rf"<{heading} id=", built))
             written = sum(line.startswith(mark) for line in prose(page).splitlines())
             assert shown >= written, f"{name_of(page)} is not shown whole"
+        for target in re.findall(r'<a[^>]* href="(?!\w+:|#|/)([^"#]+)', built):
+            assert (tmp_path / "site" / place / unquote(target)).exists(), f"{own}: {target}"
     assert "analytic:pi5/mobilenet" in (tmp_path / "site/what-fits.html").read_text()
     reference = (tmp_path / "site/reference/api/index.html").read_text()
     assert 'id="cocofl.experiment.simulate"' in reference

@@ -1,7 +1,8 @@
-"""What docs/guides/extend.md shows works, each example in its one file, on both engines."""
+"""What the guides "Add …" show works, each example in its one file, on both engines."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools.public_api import MODULES
 
 from cocofl import Experiment, simulate
 from cocofl.engine.cohort import CohortExecutor
@@ -84,3 +86,9 @@ def test_every_example_can_be_imported(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_examples_import_what_is_public() -> None:
+    for name, text in extensions().items():
+        used = set(re.findall(r"^(?:from|import) (cocofl[\w.]*)", text, re.M))
+        assert used <= set(MODULES), f"{name} uses what may change without notice"

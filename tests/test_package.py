@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -64,13 +66,41 @@ def test_a_wheel_is_complete_and_runs_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_sdist_has_tests_docs_and_tools(tmp_path: Path) -> None:
-    pytest.importorskip("build", reason="build is not installed: pip install build")
-    words = [sys.executable, "-m", "build", "--sdist", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(words, check=True, capture_output=True)
-    (archive,) = tmp_path.glob("*.tar.gz")
+def test_what_the_install_page_says_works_in_a_clean_environment(tmp_path: Path) -> None:
+    """Its commands one after the other, then the quick start; `make test-install PYTHON=…`."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    for name in ("pyproject.toml", *settings["targets"]["sdist"]["include"]):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tree / name)
+    python = os.environ.get("PYTHON", sys.executable)
+    subprocess.run([python, "-m", "venv", str(tmp_path / "clean")], check=True)
+    unset = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    programs = f"{tmp_path / 'clean/bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**unset, "PATH": programs, "COCOFL_CACHE": str(tmp_path / "cache")}
+
+    def run(command: str) -> str:
+        words = ["bash", "-ec", command]
+        done = subprocess.run(
+            words, cwd=tree, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        return done.stdout
+
+    commands = re.findall(r"^\$ (.*)$", (ROOT / "docs/start/install.md").read_text(), re.M)
+    assert "pip install '.[report]'" in commands
+    for command in commands:
+        # CI runs `make demo` itself; PyTorch's index is not for everyone to reach.
+        if command != "make demo" and "download.pytorch.org" not in command:
+            run(command.replace("/path/to/", f"{tree}/"))
+    assert run("cd / && cocofl --version") == f"cocofl {cocofl.__version__}\n"
+    run("cd .. && cocofl run --set rounds=2 && test -s runs/quickstart/report.html")
+    run("pip install build && python -m build --sdist --outdir ../sdist .")
+    (archive,) = (tmp_path / "sdist").glob("*.tar.gz")
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     for needed in ("tests/test_package.py", "docs/index.md", "tools/reference.py", "README.md"):
         assert needed in names
     assert any(name.startswith("notebooks/") for name in names)
+    run(f"pip install --no-deps --force-reinstall {archive} && cd / && cocofl --version")

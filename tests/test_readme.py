@@ -58,6 +58,9 @@ QUESTIONS = {
 }
 
 
+LAST = "What does it not do?"  # is answered in the FAQ itself
+
+
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_newcomer_finds_the_answer(question: str) -> None:
     page, heading, words = QUESTIONS[question]
@@ -69,6 +72,15 @@ def test_a_newcomer_finds_the_answer(question: str) -> None:
     near = " ".join(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).split()[:200])
     for word in words:
         assert word in near
+
+
+def test_the_faq_begins_with_these_questions() -> None:
+    text = (ROOT / "docs/guides/faq.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*\?) \| \[(.*)\]\((.*?)(?:#.*)?\) \|$", text, re.M)
+    assert rows == [
+        (question, one.heading or "Bring your own model", one.page.removeprefix("guides/"))
+        for question, one in (QUESTIONS | {LAST: QUESTIONS[LAST]._replace(page="")}).items()
+    ]
 
 
 def test_the_readme_is_short() -> None:

@@ -6,17 +6,17 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cocofl.cli import main
 from cocofl.config import Experiment
 from cocofl.errors import InvalidSetting
 from cocofl.runlog import DeviceRecord, RoundRecord, RunFolder
 from cocofl.trackers import TRACKERS, tracking
+from tests.command_line import Call
 from tests.test_cli_run import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what libraries say of themselves is theirs
@@ -27,8 +27,8 @@ def needs(library: str) -> Any:
     return pytest.importorskip(library, reason=why)
 
 
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "tiny.toml").write_text(TINY)
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("MLFLOW_", "WANDB_"))]:
@@ -37,15 +37,9 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-
-    def run(*words: str) -> int:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        return int(ended.value.code or 0)
-
-    yield run
-    if "wandb" in sys.modules:  # it reads its variables once
-        sys.modules["wandb"].teardown()
+    yield
+    if wandb := sys.modules.get("wandb"):  # it reads its variables once
+        wandb.teardown()
 
 
 def round_record(number: int) -> RoundRecord:
@@ -63,9 +57,12 @@ def test_a_tracker_whose_library_is_missing_says_how_to_get_it(
         pass
 
 
-def test_tensorboard_gets_every_run_of_a_comparison(call: Callable[..., int]) -> None:
+def test_tensorboard_gets_every_run_of_a_comparison(call: Call) -> None:
     words = ("--strategies", "cocofl,fedavg-full", "--seeds", "1", "--lr-grid", "", "--no-report")
-    assert call("compare", "tiny.toml", *words, "--out", "both", "--track", "tensorboard") == 0
+    assert (
+        call("compare", "tiny.toml", *words, "--out", "both", "--track", "tensorboard").returncode
+        == 0
+    )
     logged = {str(p.parent.relative_to("both-tensorboard")) for p in Path(".").rglob("events.*")}
     assert logged == {".", "rc/cocofl/seed0", "rc/fedavg-full/seed0"}
 
@@ -84,11 +81,11 @@ def mlflow_files(run: Any) -> set[str]:
 
 
 def test_mlflow_gets_parameters_metrics_report_and_model(
-    call: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+    call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("mlflow")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "ours")
-    assert call("run", "tiny.toml", "--track", "mlflow") == 0
+    assert call("run", "tiny.toml", "--track", "mlflow").returncode == 0
     (run,) = mlflow_runs("ours")
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "tiny"
@@ -100,10 +97,12 @@ def test_mlflow_gets_parameters_metrics_report_and_model(
     assert mlflow_files(run) == kept
 
 
-def test_mlflow_gets_a_comparison_as_runs_below_one(call: Callable[..., int]) -> None:
+def test_mlflow_gets_a_comparison_as_runs_below_one(call: Call) -> None:
     needs("mlflow")
     words = ("--strategies", "cocofl,fedavg-full", "--seeds", "1", "--lr-grid", "0.1,0.2")
-    assert call("compare", "tiny.toml", *words, "--out", "both", "--track", "mlflow") == 0
+    assert (
+        call("compare", "tiny.toml", *words, "--out", "both", "--track", "mlflow").returncode == 0
+    )
     runs = {run.info.run_name: run for run in mlflow_runs("cocofl")}
     assert set(runs) == {"both", "rc/cocofl/seed0", "rc/fedavg-full/seed0"}, "no tuning"
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
@@ -117,7 +116,7 @@ def test_mlflow_gets_a_comparison_as_runs_below_one(call: Callable[..., int]) ->
     ("problem", "status"), [(KeyboardInterrupt(), "KILLED"), (OSError("full"), "FAILED")]
 )
 def test_mlflow_is_told_how_a_run_ended(
-    problem: BaseException, status: str, call: Callable[..., int], tmp_path: Path
+    problem: BaseException, status: str, tmp_path: Path
 ) -> None:
     client = needs("mlflow").MlflowClient()
     folder = RunFolder.create(tmp_path / "cut", Experiment().to_toml())
@@ -126,6 +125,7 @@ def test_mlflow_is_told_how_a_run_ended(
     def cut_short() -> None:
         with tracking(["mlflow"]) as trackers:
             (watcher,) = trackers.watch(folder.path, Experiment())
+            watcher.on_round(round_record(1))  # after the checkpoint, and so played again
             watcher.on_round(round_record(2))
             raise problem
 
@@ -175,13 +175,13 @@ def logged_parts(content: bytes) -> Iterator[bytes]:
 
 
 def test_wandb_offline_gets_config_metrics_report_and_model(
-    call: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     needs("wandb")
     monkeypatch.setenv("WANDB_PROJECT", "ours")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()
-    assert call("run", "tiny.toml", "--track", "wandb") == 0
+    assert call("run", "tiny.toml", "--track", "wandb").returncode == 0
     (folder,) = (tmp_path / "elsewhere/wandb").glob("offline-run-*")
     records = wandb_records(folder)
     (run,) = [one.run for one in records if one.WhichOneof("record_type") == "run"]
@@ -207,7 +207,7 @@ def test_wandb_offline_gets_config_metrics_report_and_model(
 
 
 def test_wandb_gets_every_run_of_a_comparison_and_its_end(
-    call: Callable[..., int], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     needs("wandb")
 

@@ -41,15 +41,19 @@ def _names(module: str) -> Iterator[str]:
         if inspect.isclass(thing):
             for member, value in sorted(vars(thing).items()):
                 if not member.startswith("_") and (inspect.isroutine(value) or _is_property(value)):
-                    yield f"{module}.{name}.{member}{_signature(_bare(value))}"
+                    yield f"{module}.{name}.{member}{_typed(value)}"
 
 
 def _is_property(value: Any) -> bool:
     return isinstance(value, property) or type(value).__name__ == "cached_property"
 
 
-def _bare(value: Any) -> Any:
-    return value.__func__ if isinstance(value, classmethod | staticmethod) else value
+def _typed(value: Any) -> str:
+    """The signature of a method, the type of a property."""
+    if _is_property(value):
+        getter = value.fget if isinstance(value, property) else value.func
+        return f": {inspect.signature(getter).return_annotation!r}"
+    return _signature(value.__func__ if isinstance(value, classmethod | staticmethod) else value)
 
 
 def _signature(thing: Any) -> str:

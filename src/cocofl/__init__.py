@@ -19,7 +19,7 @@ from cocofl.errors import (
 )
 from cocofl.experiment import Run, simulate
 from cocofl.fl.select import feasible, maximal
-from cocofl.freeze import FrozenNet, KernelPlan, Update, chain_state, freeze
+from cocofl.freeze import FrozenNet, KernelPlan, Update, calibrate, chain_state, freeze
 from cocofl.profiling import ProfileTable
 from cocofl.source import VERSION as __version__  # noqa: N811 - as all packages call it
 from cocofl.span import Blocks, Role, Span, all_spans
@@ -51,6 +51,7 @@ __all__ = [
     "Wiring",
     "__version__",
     "all_spans",
+    "calibrate",
     "chain_state",
     "feasible",
     "freeze",

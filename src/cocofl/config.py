@@ -140,6 +140,8 @@ class TableSettings:
 
     spans: str = "auto"
     """What spans cost."""
+    checkpointed: str = "auto"
+    """The same with trained blocks checkpointed; ``auto`` counts what that changes of ``spans``."""
     widths: str = "auto"
     """What widths cost, for HeteroFL and FjORD."""
 
@@ -422,7 +424,13 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _changed(_read(below, (*above, path.resolve())), _by_key(content))
 
 
-_PATHS = (("model", "init"), ("data", "dir"), ("tables", "spans"), ("tables", "widths"))
+_PATHS = (
+    ("model", "init"),
+    ("data", "dir"),
+    ("tables", "spans"),
+    ("tables", "checkpointed"),
+    ("tables", "widths"),
+)
 
 
 def _make_absolute(content: dict[str, Any], folder: Path) -> None:

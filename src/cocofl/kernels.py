@@ -1,4 +1,4 @@
-"""All that an int8 layer type or a kernel of one's own is made of: ``docs/guides/extend.md``."""
+"""All that int8 layers or kernels of one's own are made of: ``docs/guides/extend-kernels.md``."""
 
 from cocofl.freeze import KERNELS, LAYERS, Geometry, Kernel, LinearLayer, LinearMap, Prepared
 from cocofl.numerics import Codes, Grid, as_float, quantize

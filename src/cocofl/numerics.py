@@ -7,6 +7,7 @@ headroom: a scale that comes from the server is a round old, so its grid is made
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -156,8 +157,23 @@ def quantize_weight(weight: Tensor, bits: int = 8) -> QuantizedWeight:
     >>> quantize_weight(torch.tensor([[1.0, -0.5], [0.0, 4.0]])).codes.tolist()
     [[127, -64], [0, 127]]
     """
+    return quantize_weights([weight], bits)[0]
+
+
+def quantize_weights(weights: Sequence[Tensor], bits: int = 8) -> list[QuantizedWeight]:
+    """The same for many: those whose channels are of one size take a few operations together."""
     largest = 2 ** (bits - 1) - 1
-    flat = weight.detach().float().contiguous().flatten(1)
-    scale = flat.abs().amax(1).clamp_(min=_TINY) / largest
-    codes = torch.round(flat / scale[:, None]).clamp_(-largest, largest)
-    return QuantizedWeight(codes.to(torch.int8).view(weight.shape), scale)
+    flat = [weight.detach().float().contiguous().flatten(1) for weight in weights]
+    by_size: dict[int, list[int]] = {}
+    for i, rows in enumerate(flat):
+        by_size.setdefault(rows.shape[1], []).append(i)
+    found: dict[int, QuantizedWeight] = {}
+    for alike in by_size.values():
+        rows = torch.cat([flat[i] for i in alike]) if len(alike) > 1 else flat[alike[0]]
+        scales = rows.abs().amax(1).clamp_(min=_TINY).div_(largest)
+        codes = torch.div(rows, scales[:, None]).round_().clamp_(-largest, largest).to(torch.int8)
+        lengths = [len(flat[i]) for i in alike]
+        parts = zip(alike, codes.split(lengths), scales.split(lengths), strict=True)
+        for i, own, scale in parts:
+            found[i] = QuantizedWeight(own.view(weights[i].shape), scale)
+    return [found[i] for i in range(len(flat))]

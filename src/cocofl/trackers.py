@@ -52,9 +52,13 @@ class Tracker:
     at: Sequence[Opened]
     ends_by_itself: bool = False
     is_open: bool = True
+    round: int = 0
 
     def on_round(self, record: RoundRecord) -> None:
-        """Log what is a number, groups one by one."""
+        """Log what is a number, groups one by one; a round that is played again only once."""
+        if record.round <= self.round:
+            return
+        self.round = record.round
         for one in self.at:
             one.log(numbers(record.to_json()), record.round)
 

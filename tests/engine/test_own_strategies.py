@@ -20,7 +20,7 @@ from tests.extensions import write_extensions
 
 TINY: dict[str, Any] = {
     "rounds": 4,
-    "model": {"name": "exact"},
+    "model": {"name": "exact_and_small"},
     "devices": {"count": 6, "per_round": 3},
     "training": {"batch": 16, "clip": 1.0, "weight_decay": 0.01},
     "evaluation": {"every": 4},
@@ -50,7 +50,7 @@ def exact(num_classes: int) -> tuple[nn.Module, torch.Tensor]:
 def importable(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("extensions")
     write_extensions(folder)
-    monkeypatch.setitem(MODELS, "exact", exact)
+    monkeypatch.setitem(MODELS, "exact_and_small", exact)
     monkeypatch.syspath_prepend(str(folder))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cocofl.freeze.gradient import InputGradient, phases, transposed
 from cocofl.freeze.kernels import REFERENCE, Geometry
-from cocofl.numerics import Codes, Grid, quantize
+from cocofl.numerics import Codes, Grid, quantize, quantize_weight
 
 # With weights of -127..127 whose largest magnitude per channel is 127, and gradients of -8..8,
 # int8 holds both exactly, float32 adds them exactly, and every comparison below is exact too.
@@ -41,7 +41,8 @@ def check(
     (expected,) = torch.autograd.grad(y, x, upstream)
 
     shapes = tuple(x.shape), tuple(y.shape)
-    gradient = InputGradient(weight, g, *shapes, REFERENCE.prepare, 8)
+    quantized = quantize_weight(transposed(weight, g.groups))
+    gradient = InputGradient(quantized, g, *shapes, REFERENCE.prepare)
     codes = Codes(
         quantize(upstream, EXACT).values.contiguous(memory_format=torch.channels_last), EXACT
     )
@@ -81,9 +82,8 @@ def test_dilated(dilation, padding):
 
 def test_inputs_that_the_stride_never_reads_get_no_gradient():
     weight = torch.full((1, 1, 1, 1), 127.0)
-    gradient = InputGradient(
-        weight, Geometry(stride=(2, 2)), (1, 1, 4, 4), (1, 1, 2, 2), REFERENCE.prepare, 8
-    )
+    g, quantized = Geometry(stride=(2, 2)), quantize_weight(weight)
+    gradient = InputGradient(quantized, g, (1, 1, 4, 4), (1, 1, 2, 2), REFERENCE.prepare)
     ones = quantize(torch.ones(1, 1, 2, 2), EXACT)
     row, gap = [127.0, 0.0, 127.0, 0.0], [0.0] * 4
     assert gradient(ones, None, None)[0, 0].tolist() == [row, gap, row, gap]
@@ -135,7 +135,9 @@ def test_linear(shape):
     weight = integers(-127, 127, 4, 3, seed=1)
     weight[0] = 127.0
     upstream = integers(-8, 8, *shape[:-1], 4, seed=2)
-    gradient = InputGradient(weight, None, shape, (*shape[:-1], 4), REFERENCE.prepare, 8)
+    gradient = InputGradient(
+        quantize_weight(transposed(weight)), None, shape, (*shape[:-1], 4), REFERENCE.prepare
+    )
     expected, addend = upstream @ weight, integers(-9, 9, *shape, seed=3)
     codes, wide = quantize(upstream, EXACT), Grid(50.0, 128)
     assert torch.equal(gradient(codes, None, None), expected)
@@ -148,7 +150,9 @@ def test_linear(shape):
 def test_the_weight_is_quantized_anew_per_input_channel():
     # One scale per output channel would leave the second input channel only 1 step of 1/127.
     weight = torch.tensor([[100.0, 0.4]])
-    gradient = InputGradient(weight, None, (1, 2), (1, 1), REFERENCE.prepare, 8)
+    gradient = InputGradient(
+        quantize_weight(transposed(weight)), None, (1, 2), (1, 1), REFERENCE.prepare
+    )
     found = gradient(quantize(torch.tensor([[1.0]]), EXACT), None, None)
     torch.testing.assert_close(found, weight)
 

@@ -366,7 +366,7 @@ def test_statistics_move_in_trained_blocks_only(variant, chain):
 @pytest.mark.parametrize(("variant", "random"), [("f", True), ("ff", False), ("qff", False)])
 @pytest.mark.parametrize("span", [Span(2, 3), Span(0, 1)])
 def test_dropout_in_frozen_blocks(variant, random, span, chain):
-    net = freeze(chain, span, variant=variant, backend="reference")
+    net = freeze(chain, span, variant=variant, backend="reference", calibrate=False)
     assert torch.equal(net(IMAGES), net(IMAGES)) != random
 
 

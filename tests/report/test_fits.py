@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from shutil import which
 
+import numpy as np
 import pytest
 from bench.report import browser
+from PIL import Image
 from selenium.webdriver.common.keys import Keys
+from tools.pictures import HEIGHTS, IMAGES, WIDTH, taken, what_fits
 
 from cocofl import Budget, ProfileTable, Span, all_spans, feasible, maximal
 from cocofl.errors import TableMismatch
 from cocofl.profiling import Cost
-from cocofl.report.fits import fits_page, write_fits_page
+from cocofl.report.fits import fits_page, shipped_names, write_fits_page
 from tests.report.test_profiles import spans, widths
 
 SHIPPED = "measured:epyc-mobilenet"
@@ -43,7 +48,9 @@ def said(driver) -> str:
 
 def test_the_page_agrees_with_the_library_and_is_moved_by_keys(open_page) -> None:
     table = ProfileTable.load(SHIPPED)
-    driver = open_page([table, spans()], {"time": 0.5, "memory": 0.33})
+    counted = replace(table, name="analytic:pi5/mobilenet", hardware=None, source="analytic")
+    tables = [table, spans(), replace(counted, backend="analytic pi5")]
+    driver = open_page(tables, {"time": 0.5, "memory": 0.33})
     fitting = feasible(table, Budget(time=0.5, memory=0.33))
     best = maximal(fitting)
     assert said(driver) == f"{len(fitting)} of 210 spans fit; {len(best)} are maximal."
@@ -64,7 +71,11 @@ def test_the_page_agrees_with_the_library_and_is_moved_by_keys(open_page) -> Non
     driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
     assert driver.switch_to.active_element.get_attribute("aria-label").startswith("span 0:2, ")
     assert driver.find_element("id", "chosen").text.startswith("Span 0:2 ")
-    # Another network.
+    # Another device, then another network.
+    choice = driver.find_element("id", "device")
+    assert choice.text.split("\n") == ["AMD EPYC, 2 threads", "pi5 (analytic)"]
+    choice.send_keys("pi5")
+    assert driver.find_element("id", "about").text.startswith("analytic:pi5/mobilenet: ")
     driver.find_element("id", "model").send_keys("toy")
     assert "of 10 spans" in said(driver)
 
@@ -76,6 +87,35 @@ def test_nothing_sticks_out_on_a_phone(open_page) -> None:
     )
     assert inner <= outer
     assert said(driver) == "210 of 210 spans fit; 1 is maximal."
+    right = driver.execute_script(
+        "return Math.max(...[...document.querySelectorAll('#map td')]"
+        ".map((cell) => cell.getBoundingClientRect().right))"
+    )
+    assert right <= outer, "the whole map is in view"
+
+
+def test_without_a_budget_the_sliders_begin_in_the_middle(open_page) -> None:
+    names = shipped_names()
+    assert names[:2] == ["measured:epyc-mobilenet/qff", "measured:epyc-mobilenet/ff"]
+    assert not any("width" in name for name in names)
+    table = ProfileTable.load(names[0])
+    driver = open_page([table], None)
+    found = feasible(table, Budget(time=0.5, memory=0.5, upload=0.5))
+    assert 0 < len(found) < len(table)
+    assert said(driver).startswith(f"{len(found)} of 210 spans fit; ")
+
+
+def test_the_documentation_shows_it_as_it_is(tmp_path: Path) -> None:
+    if not (which("chromium") and which("chromedriver")):
+        pytest.skip("no chromium and chromedriver here: `make browser` installs them")
+    name = "what-fits.png"
+    with Image.open(IMAGES / name) as image:
+        shown = image.convert("RGB")
+    found = taken(what_fits(tmp_path), name)
+    assert shown.size == found.size == (WIDTH, HEIGHTS[name])
+    # Small, so that other fonts do not count.
+    small = [np.asarray(one.resize((64, 50), Image.Resampling.BOX), int) for one in (shown, found)]
+    assert np.abs(small[0] - small[1]).mean() < 1.5, "take it again: python -m tools.pictures"
 
 
 def test_names_are_text_and_other_tables_are_refused() -> None:

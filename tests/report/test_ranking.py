@@ -56,6 +56,8 @@ def test_who_took_part_is_said_by_group(scenes):
     weak = [one.fate for record in run.rounds for one in record.devices if one.group == "weak"]
     share = 100 * weak.count("merged") / len(weak)
     assert column(table, "weak took part / %")[0] == f"{share:.0f}"
+    groups = [name.split()[0] for name in table.header if "took part" in name]
+    assert groups == ["strong", "medium", "weak"], "the strongest first, as everywhere"
 
 
 def test_places_are_averaged_over_scenes(scenes):

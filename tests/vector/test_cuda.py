@@ -15,7 +15,8 @@ from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.numerics import snap, stacked_grid
 from cocofl.vector import Adam, Cohort, DeviceWork, Sgd
-from cocofl.vector.kernels.base import Activation, Dropping
+from cocofl.vector.kernels import plain as definition
+from cocofl.vector.kernels.base import Activation, Dropping, Kept, Norm
 from cocofl.vector.kernels.choice import KernelSet
 from cocofl.vector.training.execution import Precision
 from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
@@ -270,6 +271,35 @@ def test_a_transformer_in_tf32() -> None:
     before = exact.rows_of([state]).parameters
     moved, also = exact.parameters - before, rough.parameters.cpu() - before
     assert relative(moved[:5], also[:5]) < 0.05
+
+
+@pytest.mark.parametrize("few", [0, 4096], ids=["many programs", "one program"])
+@pytest.mark.parametrize("adds", [False, True])
+def test_norms(few: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the definition: two devices train, of which one has fewer rows, and one does not."""
+    kernels = KernelSet.on(torch.device("cuda")).norms(torch.zeros(1, device="cuda"))
+    monkeypatch.setattr(kernels, "_FEW", {"forward": few, "back": few})
+    monkeypatch.setattr(kernels, "_PROGRAMS", 64)  # so that some have several tiles
+    torch.manual_seed(0)
+    y, g, addend = (torch.randn(3, 700, 40, device="cuda") for _ in range(3))
+    rows = torch.tensor([700, 650, 700], dtype=torch.int32, device="cuda")
+    learned = [torch.rand(3, 40, device="cuda") + 0.5 for _ in range(6)]
+    trains = torch.tensor([True, True, False], device="cuda")
+    act = Activation(True, 2.0, torch.full((3,), 2.0, device="cuda"))
+
+    def both_ways(module: Any) -> list[Tensor]:
+        weight, bias, mean, variance, factor, offset = (t.clone() for t in learned)
+        norm = Norm(
+            weight, bias, None, mean, variance, 0.1, 1e-5, trains, trains[:, None], factor, offset
+        )
+        z, c = module.normalise(y, rows, norm, addend if adds else None, act, None)
+        kept = Kept(z if adds else None, y, act, None, rows, c, norm, torch.ones_like(trains), adds)
+        gy, shared, *gradients = module.back_through_norm(g, None, kept)
+        return [z, mean, variance, gy, *[t[:2] for t in gradients], *[shared] * adds]
+
+    for _ in range(2):  # what programs tell each other is forgotten between launches
+        for a, b in zip(both_ways(definition), both_ways(kernels), strict=True):
+            assert relative(a, b) < 5e-3  # where one ReLU opens here only
 
 
 @pytest.mark.parametrize("counts", [None, (24, 5, 16)], ids=["all", "leading"])

@@ -71,6 +71,9 @@ def profile(
     head: Annotated[
         bool, typer.Option("--head", help="With the classifier trained beside every span.")
     ] = False,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Trained blocks are computed again in backward.")
+    ] = False,
     fast: Annotated[bool, typer.Option("--fast", help="Measure few, predict the rest.")] = False,
     analytic: Annotated[bool, typer.Option("--analytic", help="Measure nothing: count.")] = False,
     device: AnalyticDevice = "x64",
@@ -93,10 +96,9 @@ def profile(
     check_learning(train, rank, ALPHA)
     subject = Subject(model, batch, classes, rank=rank if train == LORA else 0)
     settings = Settings(**vars(subject), method=method, variant=variant, backend=backend)
-    settings = replace(settings, threads=cores, head=head)
+    settings = replace(settings, threads=cores, head=head, checkpoint=checkpoint)
     kind = "width" if method == "width" else variant
-    learned = f"-lora{rank}" * (subject.rank > 0)
-    path = out or Path(f"{model.replace(':', '.')}-{kind}{learned}{'-head' * head}.json")
+    path = out or _usual_path(settings, kind)
     if path.exists() and plot is None:
         raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
     if plot is not None:
@@ -110,6 +112,13 @@ def profile(
     table = _told(path)
     if plot is not None:
         _draw(plot, table, beside or [name for name in shipped() if f"-{model}/" in name], kind)
+
+
+def _usual_path(settings: Settings, kind: str) -> Path:
+    """Where a table goes that nobody has named."""
+    learned = f"-lora{settings.rank}" if settings.rank else ""
+    how = learned + "-checkpoint" * settings.checkpoint + "-head" * settings.head
+    return Path(f"{settings.model.replace(':', '.')}-{kind}{how}.json")
 
 
 def _told(path: Path) -> ProfileTable:
@@ -193,18 +202,21 @@ def select(
         raise InvalidSetting("name one table, like measured:epyc-mobilenet; or say --page FILE")
     budget = Budget.parse(time, memory, upload, samples)
     if page is not None:
-        check_writable(page, "--page")
-    names = tables or [name for name in shipped() if not name.endswith("/width")]
+        _write_page(tables or [], page, budget, blocks)
+        return
+    (name,) = tables or []
+    (table,), warned = _loaded([name], blocks)
+    for message in warned:
+        print(f"warning: {message}", file=sys.stderr)
+    _print_fitting(table, budget, as_json=as_json)
+
+
+def _loaded(names: Sequence[str], blocks: int | None) -> tuple[list[ProfileTable], list[str]]:
+    """Tables, and what is to be said of those that were measured elsewhere."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OtherHardware)
-        loaded = [_table_named(name, blocks) for name in names]
-    # A page says of each table where it was measured.
-    for warning in caught if page is None else []:
-        print(f"warning: {warning.message}", file=sys.stderr)
-    if page is not None:
-        _write_page(loaded, page, budget)
-    else:
-        _print_fitting(loaded[0], budget, as_json=as_json)
+        found = [_table_named(name, blocks) for name in names]
+    return found, [str(one.message) for one in caught]
 
 
 def _print_fitting(found: ProfileTable, budget: Budget, *, as_json: bool) -> None:
@@ -234,13 +246,15 @@ def _print_fitting(found: ProfileTable, budget: Budget, *, as_json: bool) -> Non
     print_text_table(TextTable.of("", columns, (LEGEND, found.describe())))
 
 
-def _write_page(tables: Sequence[ProfileTable], page: Path, budget: Budget) -> None:
+def _write_page(names: Sequence[str], page: Path, budget: Budget, blocks: int | None) -> None:
+    check_writable(page, "--page")
     with drawing():
         # An extra, and slow to import.
-        from cocofl.report.fits import LIMITS, write_fits_page  # noqa: PLC0415
+        from cocofl.report.fits import LIMITS, shipped_names, write_fits_page  # noqa: PLC0415
 
-        limits = dict(zip(LIMITS, tables[0].limits(budget), strict=True))
-        print(f"page: {write_fits_page(tables, page, limits)}")
+    tables, _ = _loaded(names or shipped_names(), blocks)  # the page says where each was measured
+    limits = dict(zip(LIMITS, tables[0].limits(budget), strict=True))
+    print(f"page: {write_fits_page(tables, page, None if budget == Budget() else limits)}")
 
 
 def _table_named(source: str, n_blocks: int | None) -> ProfileTable:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +33,7 @@ from cocofl.comparison import compare as compare_strategies
 from cocofl.config import Experiment
 from cocofl.engine.rounds import Watcher
 from cocofl.errors import CocoflError, InvalidExperiment, InvalidSetting
-from cocofl.experiment import Run, evaluate_run, simulate
+from cocofl.experiment import Run, Watch, evaluate_run, simulate
 from cocofl.fl.metrics import metric
 from cocofl.fl.strategies import STRATEGIES, facts_of
 from cocofl.named import EVERYTHING, names_in, vouch_for
@@ -105,10 +106,13 @@ def run(
     on_flower = experiment.engine.kind == "flower"
     play = needs_flower("simulation").simulate if on_flower else simulate
     with stoppable(path, "the same command with --resume"), tracking(track or []) as trackers:
-        with ProgressBar(experiment) as bar, live_view(experiment, path, wanted=watch) as live:
-            watchers = [bar, *live]
+        with ProgressBar(experiment) as bar, live_view(wanted=watch) as live:
             done: Run = play(
-                experiment, out=path, resume=resume, watchers=watchers, watch=trackers.watch
+                experiment,
+                out=path,
+                resume=resume,
+                watchers=[bar],
+                watch=lambda *of: [*live(*of), *trackers.watch(*of)],
             )
         drawn = report_of(done.path) if page else ""
     if as_json:
@@ -317,31 +321,32 @@ def report_of(path: Path) -> str:
 
 
 @contextmanager
-def live_view(experiment: Experiment, path: Path, *, wanted: bool) -> Iterator[list[Watcher]]:
-    """The page of a run that is under way, where it is ``wanted``; a terminal's user sees it."""
+def live_view(*, wanted: bool) -> Iterator[Watch]:
+    """A page for each run that begins inside, where ``wanted``; who has a screen sees it."""
     if not wanted:
-        yield []
+        yield lambda _path, _experiment: ()
         return
     with drawing():
         from cocofl.report.live import LiveView  # noqa: PLC0415
-    with LiveView(experiment, path) as view:
+
+    def watch(path: Path, experiment: Experiment) -> list[Watcher]:
+        view = views.enter_context(LiveView(experiment, path))
         print(f"watch: {view.page}", file=sys.stderr)
-        yield [view, *[_Opener(view.page)] * sys.stderr.isatty()]
+        if sys.stderr.isatty() and has_screen(os.environ):
+            webbrowser.open(view.page.absolute().as_uri())
+        return [view]
+
+    with ExitStack() as views:
+        yield watch
 
 
-class _Opener:
-    """Opens a page in a browser, after the first round that is played here."""
+def has_screen(environment: Mapping[str, str]) -> bool:
+    """Whether a browser opens in a window; one of text would take the terminal over.
 
-    def __init__(self, page: Path) -> None:
-        self._page, self._is_open = page, False
-
-    def on_round(self, _record: RoundRecord) -> None:
-        """The page is there now."""
-        if not self._is_open:
-            self._is_open = webbrowser.open(self._page.absolute().as_uri()) or True
-
-    def on_end(self) -> None:
-        """Nothing to add."""
+    >>> has_screen({"DISPLAY": ":0"})
+    True
+    """
+    return sys.platform != "linux" or bool({"DISPLAY", "WAYLAND_DISPLAY"} & environment.keys())
 
 
 class ProgressBar(Progress):

@@ -301,7 +301,8 @@ def evaluate_run(
     tensors = found.averaged_state if average else found.state
     # No strategy is played, nothing is merged, and the run's tables may lie on the machine that
     # made it. So may the GPU that it was made with.
-    places = {"tables.spans": "auto", "tables.widths": "auto", "engine.device": "auto"}
+    tables = dict.fromkeys(("tables.spans", "tables.checkpointed", "tables.widths"), "auto")
+    places = {**tables, "engine.device": "auto"}
     neutral = {**places, "engine.kind": "auto", "merge": {}, "server": {}, **(changes or {})}
     if isinstance(width := found.folder.about.get("width"), float):
         neutral["model.options"] = {**found.experiment.model.options, "width": width}

@@ -19,6 +19,7 @@ from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.subject import Settings
 from cocofl.profiling.table import Configuration, joined
+from cocofl.span import Span
 
 
 class ExperimentTables:
@@ -48,6 +49,28 @@ class ExperimentTables:
             raise TableMismatch(
                 f"{table.name} is for variant {table.variant}, but the strategy freezes with "
                 f"{variant}; give tables.spans a table of that variant, or analytic"
+            )
+        return table
+
+    def checkpointed(self, variant: str) -> ProfileTable:
+        """The costs of spans whose blocks are computed again in the backward pass."""
+        spans, source = self.spans(variant), self._experiment.tables.checkpointed
+        if source == "auto":
+            head = not all(isinstance(blocks, Span) for blocks in spans.configurations)
+            plain, other = (
+                _analytic(*self._counted(variant, head=head, checkpoint=one))
+                for one in (False, True)
+            )
+            table = spans.scaled(plain, other)
+            self.served[f"{variant} checkpointed"] = table.describe()
+            return table
+        table = self._get(source, f"{variant} checkpointed")
+        table.check_fits(self.n_blocks)
+        if not table.checkpoint or table.variant != variant:
+            raise TableMismatch(
+                f"{table.name} is not about variant {variant} with trained blocks checkpointed; "
+                f"make one with `cocofl profile MODEL --variant {variant} --checkpoint`, or set "
+                "tables.checkpointed to auto"
             )
         return table
 
@@ -105,11 +128,18 @@ class ExperimentTables:
         if kind_of_source != "analytic":
             named = source.startswith("measured:") and "/" not in source
             return ProfileTable.load(f"{source}/{kind}" if named else source)
+        return _analytic(*self._counted(kind, device))
+
+    def _counted(
+        self, kind: str, device: str = "", *, head: bool = False, checkpoint: bool = False
+    ) -> tuple[Settings, str, str]:
+        """What is counted where nothing was measured, on which device, and how that is called."""
         method, variant = ("width", "qff") if kind == "width" else ("span", kind)
         subject = self._trainer.spec.subject
         settings = Settings(**vars(subject), method=method, variant=variant)
-        name = " ".join(["analytic", model.name, kind, *[f"on {device}"] * bool(device)])
-        return _analytic(settings, device or "x64", name)
+        settings = replace(settings, head=head, checkpoint=checkpoint)
+        words = ["analytic", subject.model, kind, *["checkpointed"] * checkpoint]
+        return settings, device or "x64", " ".join([*words, *[f"on {device}"] * bool(device)])
 
 
 @lru_cache(maxsize=16)

@@ -78,16 +78,18 @@ def select(
     selector: str | Selector = "random",
     over: str = "maximal",
     round_index: int = 0,
+    fitting: Sequence[Blocks] | None = None,
 ) -> Blocks:
     """What fits the budget; :class:`~cocofl.errors.NoFeasibleSpan` if nothing does.
 
     A device that everything fits trains everything, whatever the selector: in the paper's study
     of selectors the strong devices do. ``rng`` belongs to the device and the round;
-    ``round_index`` is what ``round-robin`` counts.
+    ``round_index`` is what ``round-robin`` counts. ``fitting`` is what fits, if that is known.
     """
     choose = selector_named(selector) if isinstance(selector, str) else selector
     check_choice("over", over, OVER)
-    fitting = feasible(table, budget)
+    if fitting is None:
+        fitting = feasible(table, budget)
     if not fitting:
         raise nothing_fits(table, budget)
     if table.everything in fitting:

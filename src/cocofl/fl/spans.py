@@ -30,6 +30,9 @@ class SpanWork:
     lr_factor: float = 1.0
     """By what the round's learning rate is multiplied."""
     steps: int | None = None
+    checkpoint: bool = False
+    """Whether trained blocks are computed again in backward; a cohort, whose numbers are the same,
+    does not."""
 
     def __str__(self) -> str:
         return str(self.blocks)
@@ -44,6 +47,8 @@ class SpanWork:
             backend=trainer.spec.backend,
             state=state.tensors,
             plan=trainer.kernels,
+            calibrate=trainer.calibrates,
+            checkpoint=self.checkpoint,
             state_is_checked=True,
         )
         net.train()

@@ -91,6 +91,12 @@ class Trainer:
     def __init__(self, spec: TrainerSpec, kernels: KernelPlan | None = None) -> None:
         self.spec, self.training = spec, spec.training
         self.kernels = KernelPlan() if kernels is None else kernels
+        self.calibrates = False
+        """Whether a device measures scales that nobody has sent once, in its first mini-batch.
+
+        A device in the field does, for speed; in a simulation they are made on the fly in every
+        mini-batch, as a cohort does.
+        """
         self.loss = self.training.loss_function()
         self.codec = spec.upload.made()
         self.tally = Tally(spec.metrics, spec.test.facts.num_classes)

@@ -114,6 +114,7 @@ class Device:
         self._setup.check_labels()
         self._trainer = self._setup.trainer
         self._trainer.kernels = machine_plan(regions=True)
+        self._trainer.calibrates = True
         self._contract = Contract(self._trainer.chain(), codec=self._trainer.codec)
         least = int(settings.get("secure_least", LEAST_DEVICES))
         self._updates = SummableUpdates(self._contract, len(self._trainer.chain()), least)
@@ -208,6 +209,7 @@ def _own_experiment(experiment: Experiment, node: Mapping[str, Any]) -> Experime
         "model.init": RANDOM,
         "data.dir": str(node.get("data-dir", "")),
         "tables.spans": str(node.get("profile", "auto")),
+        "tables.checkpointed": "auto",
         "engine.kernels": str(node.get("kernels", experiment.engine.kernels)),
     }
     return experiment.changed(changes)

@@ -2,6 +2,7 @@
 
 from cocofl.freeze.adapters import AdaptedChain, LowRank
 from cocofl.freeze.adapting import adapt
+from cocofl.freeze.calibration import calibrate
 from cocofl.freeze.kernel_plan import KernelPlan
 from cocofl.freeze.kernels import KERNELS, Geometry, Kernel, LinearMap, Prepared, backend_names
 from cocofl.freeze.layers import LAYERS, LinearLayer
@@ -27,6 +28,7 @@ __all__ = [
     "Update",
     "adapt",
     "backend_names",
+    "calibrate",
     "chain_state",
     "check_state",
     "first_blocks",

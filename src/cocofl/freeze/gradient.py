@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 import torch
@@ -22,7 +23,6 @@ from cocofl.numerics import (
     QuantizedWeight,
     as_float,
     quantize,
-    quantize_weight,
 )
 
 Prepare = Callable[[LinearMap], Prepared]
@@ -43,9 +43,10 @@ class Phase:
     count: int
 
 
+@cache
 def phases(
     size: int, result: int, kernel: int, stride: int, padding: int, dilation: int
-) -> list[Phase]:
+) -> tuple[Phase, ...]:
     """The phases along one axis of an input of ``size`` and an output of ``result`` positions.
 
     Input position ``stride * t + first`` was read by output ``t + lag - j`` through tap
@@ -60,7 +61,7 @@ def phases(
         reach = dilation * (len(taps) - 1) if taps else 0
         pad = max(0, reach - lag, count + lag - result)
         found.append(Phase(first, taps, reach, pad, lag - reach + pad, count))
-    return found
+    return tuple(found)
 
 
 class InputGradient:
@@ -68,32 +69,31 @@ class InputGradient:
 
     def __init__(
         self,
-        weight: Tensor,
+        quantized: QuantizedWeight,
         geometry: Geometry | None,
         input_shape: tuple[int, ...],
         output_shape: tuple[int, ...],
         prepare: Prepare,
-        bits: int,
     ) -> None:
-        """``weight`` is the folded float weight; it is quantized anew, per *input* channel."""
+        """``quantized`` is what :func:`transposed` makes of the folded float weight."""
         self.prepared: list[tuple[Prepared, tuple[slice, ...], tuple[slice, ...]]] = []
         if geometry is None:
-            quantized = quantize_weight(weight.t(), bits)
             linear = LinearMap(quantized, None, None, False, MIDDLE, output_shape)
             self.prepared.append((prepare(linear), (), ()))
             self.direct = True
             return
-        quantized = quantize_weight(transposed(weight, geometry.groups), bits)
         axes = [
             phases(*numbers)
             for numbers in zip(
-                input_shape[2:], output_shape[2:], weight.shape[2:],
+                input_shape[2:], output_shape[2:], quantized.codes.shape[2:],
                 geometry.stride, geometry.padding, geometry.dilation, strict=True,
             )
         ]  # fmt: skip
         for vertical, horizontal in product(*axes):
             if vertical.taps and horizontal.taps:
-                codes = quantized.codes[:, :, list(vertical.taps)][:, :, :, list(horizontal.taps)]
+                codes = quantized.codes
+                if codes.shape[2:] != (1, 1):
+                    codes = codes[:, :, list(vertical.taps)][:, :, :, list(horizontal.taps)]
                 part = QuantizedWeight(codes.contiguous(), quantized.scale)
                 padding = (vertical.padding, horizontal.padding)
                 walk = replace(geometry, stride=(1, 1), padding=padding)
@@ -141,8 +141,12 @@ class InputGradient:
         return whole if out is None else Codes(whole, out)
 
 
-def transposed(weight: Tensor, groups: int) -> Tensor:
-    """Swap input and output channels within each group."""
+def transposed(weight: Tensor, groups: int = 1) -> Tensor:
+    """Swap input and output channels within each group: the weight of an input gradient."""
     out, per_group, *kernel = weight.shape
+    if groups == out and per_group == 1:
+        return weight
+    if groups == 1:
+        return weight.transpose(0, 1)
     grouped = weight.reshape(groups, out // groups, per_group, *kernel)
     return grouped.transpose(1, 2).reshape(groups * per_group, out // groups, *kernel)

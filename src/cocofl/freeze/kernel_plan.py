@@ -71,6 +71,8 @@ class KernelPlan:
                     f"known are {', '.join(known)}"
                 )
         self._choices, self._fixed, self.regions = dict(choices or {}), fixed, regions
+        self._kernels: dict[str, Kernel] = {}
+        """By name, those that were looked up."""
         self._measured_s, self._is_measuring = 0.0, False
 
     @property
@@ -86,7 +88,10 @@ class KernelPlan:
                 raise KernelMissing(f"the kernel plan says nothing about {signature!r}")
             with self._measuring():
                 self._choices[signature] = fastest(linear_map)
-        return kernel(self._choices[signature])
+        name = self._choices[signature]
+        if name not in self._kernels:
+            self._kernels[name] = kernel(name)
+        return self._kernels[name]
 
     def choose_for_region(
         self, region: str, contenders: Callable[[], Mapping[str, Callable[[], object]]]

@@ -21,6 +21,7 @@ from cocofl.freeze.kernels import backend_names, kernel, safe_weight_bits
 from cocofl.freeze.layout import channels_first, channels_last
 from cocofl.freeze.network import Network
 from cocofl.freeze.patience import told_if_long
+from cocofl.freeze.recomputing import recomputed
 from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings, LearningRegion
 from cocofl.freeze.scale_notes import ScaleMeter, ScaleNotes
 from cocofl.freeze.state import State, Update, block_state, chain_state, check_state
@@ -43,6 +44,8 @@ def freeze(
     headroom: float = HEADROOM,
     weight_bits: int | None = None,
     plan: KernelPlan | None = None,
+    calibrate: bool = True,
+    checkpoint: bool = False,
     state_is_checked: bool = False,
 ) -> FrozenNet:
     """A network that trains ``blocks`` (a span, or several) in float32 and freezes the others.
@@ -53,6 +56,10 @@ def freeze(
     picks the fastest per operation, computes a run of frozen blocks in float32 where that is faster
     still, and obeys ``plan`` where that has chosen already.
     ``weight_bits`` of a frozen weight are 8, or 7 where sums of ``backend`` would saturate.
+    Scales that the state lacks are measured in the first mini-batch, which takes longer than those
+    after it (or by :func:`calibrate` beforehand); with ``calibrate=False`` on the fly in all.
+    With ``checkpoint`` trained blocks keep their inputs only, and the backward pass computes them
+    again: less memory, more time, the same numbers.
     ``state_is_checked`` saves looking at every tensor again for each device of a round.
     The chain is left untouched.
 
@@ -63,16 +70,8 @@ def freeze(
     ['2.bias', '2.weight']
     """
     network = chain if isinstance(chain, Network) else _looked_at(chain)
-    if not isinstance(blocks, Blocks):
-        raise InvalidSpan(f"the span is {blocks!r}; expected one such as cocofl.Span(2, 4)")
-    blocks.check_fits(len(network))
-    blocks = network.learning(blocks)
-    _check_choice("variant", variant, VARIANTS)
-    _check_choice("backend", backend, backend_names())
-    if not 1 <= headroom < math.inf:
-        raise InvalidSetting(f"headroom is {headroom}; a grid needs at least its measured range, 1")
-    if weight_bits not in {None, 7, 8}:
-        raise InvalidSetting(f"weight_bits is {weight_bits}; expected 7 or 8")
+    blocks = _learning(network, blocks)
+    _check_settings(variant, backend, headroom, weight_bits)
     if state is None:
         state = chain_state(network.chain)
     if not state_is_checked:
@@ -80,13 +79,14 @@ def freeze(
     plan = _DEFAULT_PLAN if plan is None else plan
     settings = None
     if variant == "qff":
-        choose = _chooser(backend, plan)
-        settings = IntegerSettings(choose, headroom, _weight_bits(weight_bits, backend))
+        bits = _weight_bits(weight_bits, backend)
+        settings = IntegerSettings(_chooser(backend, plan), headroom, bits, calibrate)
         network.tell_what_stays_float()
     parts: list[Part] = []
     for part_of, region, role, own in _pieces(network, blocks, state):
         if settings is None or (role is Role.TRAINED and not network.adapted):
-            parts += _float_parts(part_of, region, role, own, fuse=variant == "ff")
+            again, fuse = checkpoint and role is Role.TRAINED, variant == "ff"
+            parts += _float_parts(part_of, region, role, own, fuse=fuse, checkpoint=again)
         elif backend == "auto":
             parts += _faster_parts(part_of, region, role, own, settings, plan)
         else:
@@ -125,6 +125,23 @@ def _pieces(
         else:
             for index in region:
                 yield network, range(index, index + 1), role, state
+
+
+def _learning(network: Network, blocks: Any) -> Blocks:
+    """The blocks that are asked for, as far as they have something to learn."""
+    if not isinstance(blocks, Blocks):
+        raise InvalidSpan(f"the span is {blocks!r}; expected one such as cocofl.Span(2, 4)")
+    blocks.check_fits(len(network))
+    return network.learning(blocks)
+
+
+def _check_settings(variant: str, backend: str, headroom: float, weight_bits: int | None) -> None:
+    _check_choice("variant", variant, VARIANTS)
+    _check_choice("backend", backend, backend_names())
+    if not 1 <= headroom < math.inf:
+        raise InvalidSetting(f"headroom is {headroom}; a grid needs at least its measured range, 1")
+    if weight_bits not in {None, 7, 8}:
+        raise InvalidSetting(f"weight_bits is {weight_bits}; expected 7 or 8")
 
 
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
@@ -166,12 +183,16 @@ class Part(NamedTuple):
     blocks: range
     wiring: Wiring
     channels_last: bool = True
+    recomputes: nn.Module | None = None
+    """The block, where the backward pass computes it again."""
 
     def __call__(self, *arguments: Any) -> Any:
         """What it hands on, in the layout that it runs with; of what is frozen, no gradient."""
         if not self.channels_last:
             arguments = tuple(channels_first(x) if isinstance(x, Tensor) else x for x in arguments)
         with torch.set_grad_enabled(self.role is not Role.FROZEN and torch.is_grad_enabled()):
+            if self.recomputes is not None and torch.is_grad_enabled():
+                return recomputed(self.run, self.recomputes, arguments)
             return self.run(*arguments)
 
 
@@ -233,6 +254,11 @@ class FrozenNet(nn.Module):
         """
         self._measuring = True
 
+    @property
+    def scales(self) -> State:
+        """What has been measured of the trained blocks."""
+        return dict(self._scales)
+
     def update(self) -> Update:
         """What this device uploads: tensors and scales of the trained blocks, nothing else."""
         tensors = {
@@ -291,13 +317,28 @@ class FrozenNet(nn.Module):
 
 
 def _float_parts(
-    network: Network, blocks: range, role: Role, state: Mapping[str, Tensor], *, fuse: bool
+    network: Network,
+    blocks: range,
+    role: Role,
+    state: Mapping[str, Tensor],
+    *,
+    fuse: bool,
+    checkpoint: bool = False,
 ) -> list[Part]:
-    return [_float_part(network, index, role, state, fuse=fuse) for index in blocks]
+    return [
+        _float_part(network, index, role, state, fuse=fuse, checkpoint=checkpoint)
+        for index in blocks
+    ]
 
 
 def _float_part(
-    network: Network, index: int, role: Role, state: Mapping[str, Tensor], *, fuse: bool
+    network: Network,
+    index: int,
+    role: Role,
+    state: Mapping[str, Tensor],
+    *,
+    fuse: bool,
+    checkpoint: bool,
 ) -> Part:
     """One block in float32: trained, or frozen as in variants ``f`` and ``ff``."""
     low, adapted = network.lowered.blocks[index], network.adapted
@@ -315,7 +356,8 @@ def _float_part(
     if low.channels_last:
         block = block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     wiring = network.chain.wiring[index]
-    return Part(block, role, range(index, index + 1), wiring, low.channels_last)
+    again = block if checkpoint else None
+    return Part(block, role, range(index, index + 1), wiring, low.channels_last, again)
 
 
 def _faster_parts(
@@ -341,7 +383,8 @@ def _faster_parts(
             run()  # warms up
         return runs
 
-    known = frozenset(key for key in network.scale_keys if key in state)
+    # Calibrated, it is as fast as if all had been known.
+    known = frozenset(key for key in network.scale_keys if settings.calibrate or key in state)
     region = network.lowered.signature(blocks, role is not Role.FROZEN, known)
     return floats() if plan.choose_for_region(region, contenders) == FLOAT else integers()
 
@@ -387,10 +430,11 @@ def integer_part(
     lowered, chain = network.lowered, network.chain
     # By key: a model may have tensors whose names begin like those of scales.
     scales = {key: float(state[key]) for key in network.scale_keys if key in state}
-    scheme = lowered.scheme(blocks, role is not Role.FROZEN, frozenset(scales))
+    scheme_of = partial(lowered.scheme, blocks, role is not Role.FROZEN)
+    lowered.refuse_other_than_float32(blocks)
     low = lowered.blocks
-    own = [(i, low[i], low[i].graph(copy_block(chain.blocks[i], state))) for i in blocks]
-    region = IntegerRegion(scheme, own, scales, settings)
+    own = [(low[i], chain.blocks[i]) for i in blocks]
+    region = IntegerRegion(scheme_of, own, state, scales, settings)
     run: IntegerRegion | LearningRegion = region
     if role is Role.TRAINED:
         keys = [key for i in blocks for key in low[i].learned.values()]

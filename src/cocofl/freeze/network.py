@@ -32,7 +32,10 @@ class LoweredChain:
 
     def __init__(self, chain: BlockChain, blocks: tuple[LoweredBlock, ...]) -> None:
         self._wiring, self.blocks = chain.wiring, blocks
-        self._dtypes = [sorted({str(p.dtype) for p in b.parameters()}) for b in chain.blocks]
+        self._dtypes = [
+            {str(p.dtype): key for key, p in block.named_parameters()} for block in chain.blocks
+        ]
+        """Of each block the types of its parameters, each with one that is of it."""
         self.shapes = {name: shape for low in blocks for name, shape in low.shapes.items()}
         """Of all float values, on the example."""
         self._non_negative = frozenset[str]().union(*(low.non_negative for low in blocks))
@@ -54,8 +57,18 @@ class LoweredChain:
         operations = [(b.descriptions, tuple(b.shapes.values()), b.channels_last) for b in low]
         sites = {site for b in low for site in b.sites}
         scales = sum(scale_key(site, way) in known for site in sites for way in (OUTPUT, GRADIENT))
-        text = repr((operations, [self._dtypes[i] for i in blocks], passing, scales))
+        text = repr((operations, [sorted(self._dtypes[i]) for i in blocks], passing, scales))
         return f"region {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def refuse_other_than_float32(self, blocks: range) -> None:
+        """Codes stand for nothing else."""
+        for index in blocks:
+            for dtype, key in self._dtypes[index].items():
+                if dtype != "torch.float32":
+                    raise CannotLower(
+                        f"int8 needs a float32 network, but {key!r} of block {index} is {dtype}; "
+                        "convert it with model.float(), or use variant='ff'"
+                    )
 
     def borders(self, blocks: range) -> tuple[dict[str, str], dict[str, Any]]:
         """What consecutive blocks take and return: by the name in the chain, what they have it by.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,18 +14,24 @@ from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
 from cocofl.chain.blocks import last_uses
-from cocofl.errors import CannotLower, InvalidSetting
-from cocofl.freeze.fusion import affine_of, fold_affine
+from cocofl.errors import InvalidSetting
 from cocofl.freeze.gradient import InputGradient
 from cocofl.freeze.kernels import Kernel, LinearMap, Prepared
+from cocofl.freeze.map_weights import MapWeights, map_weights
 from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, MapOp, NodeOp, ValueName
 from cocofl.freeze.scale_notes import ScaleNotes
-from cocofl.freeze.scheme import GRADIENT, OUTPUT, QuantizationScheme, Rounding, SchemeStep
+from cocofl.freeze.scheme import (
+    GRADIENT,
+    OUTPUT,
+    QuantizationScheme,
+    Rounding,
+    SchemeStep,
+    scale_key,
+)
 from cocofl.freeze.steps import (
     ActStep,
     CatStep,
     Environment,
-    GridOf,
     MapStep,
     NodeStep,
     Sink,
@@ -32,9 +39,12 @@ from cocofl.freeze.steps import (
     ToCodes,
     floats_of,
 )
-from cocofl.numerics import MIDDLE, Codes, Grid, as_float, quantize_weight
+from cocofl.freeze.traced_blocks import copy_block
+from cocofl.numerics import MIDDLE, Codes, Grid, as_float
 
 ChooseKernel = Callable[[LinearMap], Kernel]
+SchemeOf = Callable[[frozenset[str]], QuantizationScheme]
+"""From the scales that are known to how a region is computed."""
 
 
 class IntegerSettings(NamedTuple):
@@ -43,6 +53,8 @@ class IntegerSettings(NamedTuple):
     choose: ChooseKernel
     headroom: float
     weight_bits: int
+    calibrate: bool = False
+    """Whether scales that nobody has sent are measured once, or on the fly in every pass."""
 
 
 class IntegerRegion:
@@ -50,26 +62,47 @@ class IntegerRegion:
 
     def __init__(
         self,
-        scheme: QuantizationScheme,
-        blocks: Sequence[tuple[int, LoweredBlock, fx.GraphModule]],
+        scheme_of: SchemeOf,
+        blocks: Sequence[tuple[LoweredBlock, nn.Module]],
+        state: Mapping[str, Tensor],
         scales: Mapping[str, float],
         settings: IntegerSettings,
     ) -> None:
+        """``blocks`` are the chain's own, lowered and as they are; the state's tensors count."""
+        self._scheme_of, self._scales, self._headroom = scheme_of, scales, settings.headroom
+        scheme = scheme_of(frozenset(scales))
         self.passing, self.inputs, self._ends = scheme.passing, scheme.inputs, scheme.ends
         self._outputs = scheme.outputs
-        _refuse_other_than_float32(blocks)
-        shapes = {name: shape for _, low, _ in blocks for name, shape in low.shapes.items()}
-        graphs = {op.name: graph for _, low, graph in blocks for op in low.operations}
-
-        def grid_of(rounding: Rounding | None) -> Grid | None:
-            return None if rounding is None else rounding.grid(scales, settings.headroom)
-
-        self._steps = [
-            _compiled(step, graphs.get(step.name), shapes, grid_of, settings, scheme.passing)
-            for step in scheme.steps
-        ]
+        self._steps = _compiled(scheme, blocks, state, settings)
+        self._round_to(scheme, scales)
         self.kernels = {step.name: step.kernel for step in self._steps}
         self._release = last_uses([(*s.inputs, s.name) for s in self._steps], self._ends)
+        self._calibration: ScaleNotes | None = None
+        if settings.calibrate and (sites := self._unknown(low for low, _ in blocks)):
+            self._calibration = ScaleNotes(sites, {})
+
+    def _round_to(self, scheme: QuantizationScheme, scales: Mapping[str, float]) -> None:
+        def grid_of(rounding: Rounding | None) -> Grid | None:
+            return None if rounding is None else rounding.grid(scales, self._headroom)
+
+        for step, planned in zip(self._steps, scheme.steps, strict=True):
+            step.round_to(planned, grid_of)
+
+    def _unknown(self, lowered: Iterable[LoweredBlock]) -> frozenset[str]:
+        """The values of which a pass needs a scale that nobody has sent."""
+        ways = (OUTPUT, GRADIENT) if self.passing else (OUTPUT,)
+        sites = (site for low in lowered for site in low.sites)
+        return frozenset(
+            site for site in sites if any(scale_key(site, way) not in self._scales for way in ways)
+        )
+
+    def _calibrated(self) -> None:
+        """From now on use the scales of the pass that has just ended."""
+        assert self._calibration is not None
+        measured = {key: float(scale) for key, scale in self._calibration.found.items()}
+        scales = measured | dict(self._scales)
+        self._round_to(self._scheme_of(frozenset(scales)), scales)
+        self._calibration = None
 
     def forward(
         self,
@@ -118,17 +151,26 @@ class IntegerRegion:
                 step.backward(kept, arrived, sink)
         found = [sink.pop(name, None) for name in self.inputs]
         floats = [None if gradient is None else as_float(gradient) for gradient in found]
-        return floats if all(map(_is_finite, gradients)) else [_broken(x) for x in floats]
+        if not all(map(_is_finite, gradients)):
+            return [_broken(x) for x in floats]
+        if notes is not None and notes is self._calibration:
+            self._calibrated()
+        return floats
 
     def __call__(self, *inputs: Any, notes: ScaleNotes | None = None) -> Any:
         """What the blocks return; differentiable in the inputs if the region is passing."""
         # No code stands for NaN: what came of it must not look sound.
         sound = all(map(_is_finite, inputs))
+        calibration = self._calibration if sound else None
         if self.passing and torch.is_grad_enabled():
-            ends = _PassThrough.apply(self, notes, *inputs)  # type: ignore[no-untyped-call]
+            noted = calibration if notes is None else notes
+            ends = _PassThrough.apply(self, noted, *inputs)  # type: ignore[no-untyped-call]
         else:
+            calibration = None if self.passing else calibration
             with torch.no_grad():
-                ends, _ = self.forward(inputs, keep=False)
+                ends, _ = self.forward(inputs, keep=False, notes=calibration)
+            if calibration is not None:
+                self._calibrated()
         values = dict(zip(self._ends, ends if sound else map(_broken, ends), strict=True))
         return pytree.tree_map_only(ValueName, values.__getitem__, self._outputs)
 
@@ -187,73 +229,64 @@ class LearningRegion(nn.Module):
         return self.region(*inputs, *self._learned, notes=notes)
 
 
-def _refuse_other_than_float32(blocks: Iterable[tuple[int, LoweredBlock, fx.GraphModule]]) -> None:
-    for index, _, block in blocks:
-        for key, parameter in block.named_parameters():
-            if parameter.dtype != torch.float32:
-                raise CannotLower(
-                    f"int8 needs a float32 network, but {key!r} of block {index} is "
-                    f"{parameter.dtype}; convert it with model.float(), or use variant='ff'"
-                )
-
-
 def _compiled(
-    step: SchemeStep,
-    block: fx.GraphModule | None,
-    shapes: Mapping[str, tuple[int, ...]],
-    grid_of: GridOf,
+    scheme: QuantizationScheme,
+    blocks: Sequence[tuple[LoweredBlock, nn.Module]],
+    state: Mapping[str, Tensor],
     settings: IntegerSettings,
-    passing: bool,
-) -> Step:
-    """A step that runs."""
-    op = step.op
-    if op is None:
-        return ToCodes(step, grid_of)
-    if isinstance(op, CatOp):
-        return CatStep(step, grid_of)
-    if isinstance(op, ActOp):
-        return ActStep(step, grid_of)
-    assert block is not None
-    if isinstance(op, NodeOp):
-        return NodeStep(step, grid_of, block)
+) -> list[Step]:
+    """Steps that run; what they round to is not said yet."""
+    shapes = {name: shape for low, _ in blocks for name, shape in low.shapes.items()}
+    block_of = {op.name: index for index, (low, _) in enumerate(blocks) for op in low.operations}
+    maps = [op for low, _ in blocks for op in low.operations if isinstance(op, MapOp)]
+    held = [(op, blocks[block_of[op.name]][1]) for op in maps]
+    weights = map_weights(held, state, settings.weight_bits, passing=scheme.passing)
+    by_name = dict(zip((op.name for op in maps), weights, strict=True))
 
+    @cache
+    def graph_of(index: int) -> fx.GraphModule:
+        low, block = blocks[index]
+        return low.graph(copy_block(block, state))
+
+    def compiled(step: SchemeStep) -> Step:
+        op = step.op
+        if op is None:
+            return ToCodes(step)
+        if isinstance(op, CatOp):
+            return CatStep(step)
+        if isinstance(op, ActOp):
+            return ActStep(step)
+        if isinstance(op, NodeOp):
+            return NodeStep(step, graph_of(block_of[op.name]))
+        return _map_step(step, op, by_name[op.name], shapes, settings.choose)
+
+    return [compiled(step) for step in scheme.steps]
+
+
+def _map_step(
+    step: SchemeStep,
+    op: MapOp,
+    weights: MapWeights,
+    shapes: Mapping[str, tuple[int, ...]],
+    choose: ChooseKernel,
+) -> MapStep:
     kernels: dict[str, None] = {}
 
     def prepare(linear_map: LinearMap) -> Prepared:
-        kernel = settings.choose(linear_map)
+        kernel = choose(linear_map)
         kernels[kernel.name] = None
         return kernel.prepare(linear_map)
 
-    weight, bias = _folded(op, block)
-    codes, relu = quantize_weight(weight, settings.weight_bits), op.activation is not None
     x_shape, y_shape = (_image_shape(op, shapes[name]) for name in (op.x, op.name))
-    zero_point = 0 if step.reads_unsigned else MIDDLE
-    run = prepare(LinearMap(codes, bias, op.geometry, relu, zero_point, x_shape))
+    zero_point, relu = 0 if step.reads_unsigned else MIDDLE, op.activation is not None
+    linear = LinearMap(weights.forward, weights.bias, op.geometry, relu, zero_point, x_shape)
+    forward = _reshaping(op, prepare(linear))
     backward, input_shape = None, None
-    if passing:
-        bits = settings.weight_bits
-        gradient = InputGradient(weight, op.geometry, x_shape, y_shape, prepare, bits)
+    if weights.backward is not None:
+        gradient = InputGradient(weights.backward, op.geometry, x_shape, y_shape, prepare)
         backward = _reshaping(op, gradient)
         input_shape = shapes[op.x][1:] if op.geometry else None
-    names, forward = " / ".join(kernels), _reshaping(op, run)
-    return MapStep(step, grid_of, forward, backward, input_shape, names)
-
-
-def _folded(op: MapOp, block: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """The float weight, as a kernel has it, and bias of a layer with its BatchNorm folded in."""
-    affine = None
-    if op.norm is not None:
-        norm: Any = block.get_submodule(op.norm)
-        affine = affine_of(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
-    if op.layer is None or op.kind is None:
-        assert affine is not None
-        return affine.factor.view(-1, 1, 1, 1), affine.offset
-    layer: Any = block.get_submodule(op.layer)
-    weight = op.kind.weight_of(layer).detach()
-    bias = None if layer.bias is None else layer.bias.detach()
-    if affine is not None:
-        weight, bias = fold_affine(weight, bias, affine)
-    return op.kind.to_image(weight), bias
+    return MapStep(step, forward, backward, input_shape, " / ".join(kernels))
 
 
 def _image_shape(op: MapOp, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ class ScaleNotes:
     """Notes the scales of values at sites, and of their gradients."""
 
     def __init__(self, sites: Container[str], found: dict[str, Tensor]) -> None:
-        self._sites, self._found = sites, found
+        self._sites, self.found = sites, found
 
     def wants(self, value: str) -> bool:
         """Whether it is of interest."""
@@ -27,7 +27,7 @@ class ScaleNotes:
         scale = measure_scale(x)
         # All zeros say nothing about a range, and a broken batch must not spoil the average.
         if 0 < float(scale) < float("inf"):
-            self._found[scale_key(value, direction)] = scale
+            self.found[scale_key(value, direction)] = scale
 
 
 class ScaleMeter(fx.Interpreter):

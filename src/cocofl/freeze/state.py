@@ -7,6 +7,7 @@ it counts one device's batches, so an average of it means nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -66,11 +67,11 @@ def check_state(
                 f"the state lacks {key!r}; expected a tensor of shape {list(wanted.shape)}"
             )
         _check_tensor(key, state[key], wanted)
-    own = set(chain.state_dict())
-    for key in state.keys() - expected.keys():
-        if key.startswith("scales.") and (scales is None or key in scales):
-            _check_scale(key, state[key])
-        elif key not in own:
+    _check_finite({key: state[key] for key in expected})
+    allowed = {k for k in state if k.startswith("scales.") and (scales is None or k in scales)}
+    _check_scales({key: state[key] for key in allowed - expected.keys()})
+    if others := state.keys() - expected.keys() - allowed:
+        for key in sorted(others - set(chain.state_dict())):
             known = sorted(expected.keys() | set(scales or ()))
             hint = nearest(key, known)
             raise InvalidState(f"the state has {key!r}, which this chain does not know{hint}")
@@ -85,12 +86,21 @@ def _check_tensor(key: str, tensor: Tensor, wanted: Tensor) -> None:
         )
     if tensor.dtype != wanted.dtype:
         raise InvalidState(f"{key!r} is {tensor.dtype}; the chain expects {wanted.dtype}")
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+
+
+def _check_finite(tensors: State) -> None:
+    floats = {key: t for key, t in tensors.items() if t.is_floating_point() and t.numel()}
+    # The largest of each says it, and all of them take one look.
+    largest = torch._foreach_norm([*floats.values()], math.inf)
+    sound = torch.isfinite(torch.stack([x.double() for x in largest])) if largest else None
+    if sound is not None and not bool(sound.all()):
+        key = [*floats][int(sound.int().argmin())]
         raise InvalidState(f"{key!r} holds NaN or infinite values; expected finite numbers")
 
 
-def _check_scale(key: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.numel() != 1:
-        raise InvalidState(f"{key!r} must be a tensor of one element")
-    if not (bool(torch.isfinite(tensor).all()) and float(tensor) > 0):
-        raise InvalidState(f"{key!r} is {float(tensor)}; a scale is a positive, finite number")
+def _check_scales(scales: State) -> None:
+    for key, tensor in scales.items():
+        if not isinstance(tensor, Tensor) or tensor.numel() != 1:
+            raise InvalidState(f"{key!r} must be a tensor of one element")
+        if not 0 < (scale := tensor.item()) < math.inf:
+            raise InvalidState(f"{key!r} is {scale}; a scale is a positive, finite number")

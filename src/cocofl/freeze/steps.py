@@ -76,10 +76,13 @@ def _to_codes(x: Tensor, grid: Grid | None, *, unsigned: bool = False) -> Codes:
 class Step(ABC):
     """One operation of a region."""
 
-    def __init__(self, planned: SchemeStep, grid_of: GridOf) -> None:
+    def __init__(self, planned: SchemeStep) -> None:
         self.name, self.inputs = planned.name, planned.inputs
         self._op: Any = planned.op
         self.kernel = "codes" if planned.in_codes else "float32"
+
+    def round_to(self, planned: SchemeStep, grid_of: GridOf) -> None:
+        """From now on round as ``planned`` says, which differs in the scales that are known."""
         self._grid = grid_of(planned.output)
         self._unsigned = planned.output is not None and planned.output.unsigned
 
@@ -110,18 +113,22 @@ class MapStep(Step):
     def __init__(
         self,
         planned: SchemeStep,
-        grid_of: GridOf,
         run: Prepared,
         backward: Prepared | None,
         input_shape: tuple[int, ...] | None,
         kernel: str,
     ) -> None:
         """``input_shape`` is that of a sample, for which a convolution's gradient was prepared."""
-        super().__init__(planned, grid_of)
+        super().__init__(planned)
         self.kernel, self._input_shape = kernel, input_shape
         self._run, self._gradient = run, backward
         self._activation: Activation | None = self._op.activation
-        self._in_codes, self._completes = planned.in_codes, planned.completes_gradient
+        self._in_codes = planned.in_codes
+
+    def round_to(self, planned: SchemeStep, grid_of: GridOf) -> None:
+        """Gradients, too."""
+        super().round_to(planned, grid_of)
+        self._completes = planned.completes_gradient
         self._gradient_grid = grid_of(planned.gradient)
         self._input_gradient_grid = grid_of(planned.input_gradient)
 
@@ -184,18 +191,24 @@ def _passed(y: Gradient, activation: Activation | None) -> Tensor:
     if isinstance(y, Tensor):
         inside = y > 0 if activation.upper is None else (y > 0) & (y < activation.upper)
         return inside.to(torch.uint8)
-    # min(code - zero, 1): comparing bytes is twenty times slower in PyTorch
-    above = y.values if y.grid.zero_point == 0 else y.values - y.grid.zero_point
-    passed = above.clamp_max(1)
-    if activation.upper is not None and (top := _code_of(activation.upper, y.grid)) <= LARGEST_CODE:
-        passed *= (top - y.values).clamp_max_(1)
-    return passed
+    # Comparing bytes is twenty times slower in PyTorch than arithmetic on them, which wraps around.
+    zero, top = y.grid.zero_point, LARGEST_CODE + 1
+    if activation.upper is not None:
+        top = min(_code_of(activation.upper, y.grid), top)
+    if top > LARGEST_CODE:  # min(code - zero, 1)
+        return y.values.clamp_max(1) if zero == 0 else (y.values - zero).clamp_max_(1)
+    # What is cut off below has become 255, what is cut off above the largest: both are that now.
+    last = max(top - zero - 1, 0)
+    return (y.values - (zero + 1)).clamp_max_(last).sub_(last).clamp_max_(1)
 
 
 def _masked(gradient: Codes, mask: Tensor) -> Codes:
-    """Zero the gradient where the mask is 0: flipping the top bit makes zero's code 0."""
-    values = gradient.values.bitwise_xor(MIDDLE).mul_(mask).bitwise_xor_(MIDDLE)
-    return Codes(values, gradient.grid)
+    """Zero the gradient where the mask is 0: flipping the top bit makes zero's code 0.
+
+    In place: a gradient on its way has one owner, the step that it has arrived at.
+    """
+    gradient.values.bitwise_xor_(MIDDLE).mul_(mask).bitwise_xor_(MIDDLE)
+    return gradient
 
 
 class ActStep(Step):
@@ -288,8 +301,8 @@ class NodeStep(Step):
     Its backward pass is autograd's own, over this one node.
     """
 
-    def __init__(self, planned: SchemeStep, grid_of: GridOf, block: nn.Module) -> None:
-        super().__init__(planned, grid_of)
+    def __init__(self, planned: SchemeStep, block: nn.Module) -> None:
+        super().__init__(planned)
         self._functions = {node: _function(node, block) for node in self._op.nodes}
 
     def forward(self, env: Environment, *, keep: bool) -> tuple[Any, Any]:

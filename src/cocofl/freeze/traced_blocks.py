@@ -261,8 +261,9 @@ def _copy_attributes(module: nn.Module, made: dict[int, Any]) -> None:
     """Let attributes of the copy refer to the copy: bound methods, lists of weights or layers."""
     own = vars(made[id(module)])
     for name, value in vars(module).items():
-        empty = isinstance(value, dict | list | tuple | set) and not value
-        if name not in _REGISTRIES and not isinstance(value, _UNCHANGED) and not empty:
+        empty = isinstance(value, dict | list | set) and not value
+        fixed = isinstance(value, tuple) and all(isinstance(part, _UNCHANGED) for part in value)
+        if name not in _REGISTRIES and not isinstance(value, _UNCHANGED) and not (empty or fixed):
             # A tensor that is no parameter may be part of an autograd graph: no deepcopy.
             is_tensor = isinstance(value, Tensor)
             own[name] = value.detach().clone() if is_tensor else copy.deepcopy(value, made)

@@ -9,7 +9,7 @@ wrong about full training, too. Every table made here says that it is analytic.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -188,11 +188,22 @@ def _nbytes(value: Any) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
 
 
-def step_seconds(work: Sequence[BlockWork], trained: Blocks, variant: str, device: Device) -> float:
-    """The time of one step when a set of blocks is trained."""
+def step_seconds(
+    work: Sequence[BlockWork],
+    trained: Blocks,
+    variant: str,
+    device: Device,
+    *,
+    checkpoint: bool = False,
+) -> float:
+    """The time of one step when a set of blocks is trained.
+
+    With ``checkpoint`` these go forward twice.
+    """
     first = min(trained)
+    again = 4 / 3 if checkpoint else 1.0
     return sum(
-        block_seconds(block, trained.role(i), variant, device)
+        block_seconds(block, trained.role(i), variant, device) * (again if i in trained else 1.0)
         # With adapters most of its input gradient is needed inside the block itself.
         - (block.macs / device.float32_macs_per_s if i == first and not block.adapters else 0.0)
         for i, block in enumerate(work)
@@ -217,9 +228,17 @@ def block_seconds(block: BlockWork, role: Role, variant: str, device: Device) ->
 
 
 def peak_bytes(
-    work: Sequence[BlockWork], trained: Blocks, variant: str, input_bytes: float
+    work: Sequence[BlockWork],
+    trained: Blocks,
+    variant: str,
+    input_bytes: float,
+    *,
+    checkpoint: bool = False,
 ) -> float:
-    """The peak of live tensor bytes: forward up to the loss, then backward, block by block."""
+    """The peak of live tensor bytes: forward up to the loss, then backward, block by block.
+
+    With ``checkpoint`` trained blocks keep what they hand on until backward comes to them.
+    """
     roles = trained.roles(len(work))
     frozen_share, passing_share = _WEIGHTS[variant]
     element = 0.25 if variant == "qff" else 1.0
@@ -240,6 +259,8 @@ def peak_bytes(
             kept.append(0.0)
         elif role is Role.TRAINED and block.adapters is not None:
             kept.append(block.adapters.saved_bytes)
+        elif role is Role.TRAINED and checkpoint:
+            kept.append(block.output_bytes)
         else:
             as_masks = role is Role.PASSING and block.float_share == 0
             kept.append((_KEPT[variant] if as_masks else 1.0) * block.saved_bytes)
@@ -249,33 +270,60 @@ def peak_bytes(
         if role is Role.FROZEN:
             break
         scale = 1.0 if role is Role.TRAINED else element
-        peak = max(peak, alive + 2 * scale * block.largest_bytes)
+        again = block.saved_bytes if role is Role.TRAINED and checkpoint else 0.0
+        peak = max(peak, alive + again + 2 * scale * block.largest_bytes)
         alive -= share
     return peak
 
 
+Work = tuple[list[BlockWork], Inputs]
+"""What each block does with a mini-batch, and that."""
+Costs = dict[Configuration, Cost]
+
+
 def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
     """The table of every span or width, from counting alone."""
-    rates = device_named(device)
-    costs: dict[Configuration, Cost] = {}
+    (table,) = analytic_tables(settings, [device])
+    return table
+
+
+def analytic_tables(settings: Settings, devices: Sequence[str]) -> list[ProfileTable]:
+    """A table for each of these devices, from counting the network's work once."""
+    rates = {name: device_named(name) for name in devices}
+    widths = {*LEVELS, *STEPS[::7], 1.0} if settings.method == "width" else {None}
+    counted = {width: _work_of(settings, width) for width in widths}
+    n_blocks = len(next(iter(counted.values()))[0])
+    return [
+        settings.table(
+            _costs(settings, counted, one), n_blocks, source="analytic", backend=f"analytic {name}"
+        )
+        for name, one in rates.items()
+    ]
+
+
+def _costs(settings: Settings, counted: Mapping[float | None, Work], device: Device) -> Costs:
+    """What every span or width costs a device, from the work of the network or of widths of it."""
     if settings.method == "width":
-        counted = {}
-        for width in {*LEVELS, *STEPS[::7], 1.0}:
-            work, inputs = _work_of(settings, width)
-            counted[width] = _cost(work, Span(0, len(work)), "f", inputs, rates)
-        costs = interpolated(counted)
-    else:
-        work, inputs = _work_of(settings)
-        if settings.rank:
-            plain = [replace(block, adapters=None) for block in work]
-            costs[1.0] = _cost(plain, Span(0, len(work)), "f", inputs, rates)
-        learning = [i for i, block in enumerate(work) if block.adapters or not settings.rank]
-        for blocks in settings.spans(learning):
-            costs[blocks] = _cost(work, blocks, settings.variant, inputs, rates)
-    return settings.table(costs, len(work), source="analytic", backend=f"analytic {device}")
+        known = {
+            width: _cost(work, Span(0, len(work)), "f", inputs, device)
+            for width, (work, inputs) in counted.items()
+            if width is not None
+        }
+        return interpolated(known)
+    costs: Costs = {}
+    work, inputs = counted[None]
+    if settings.is_compared:
+        plain = [replace(block, adapters=None) for block in work]
+        costs[1.0] = _cost(plain, Span(0, len(work)), "f", inputs, device)
+    learning = [i for i, block in enumerate(work) if block.adapters or not settings.rank]
+    for blocks in settings.spans(learning):
+        costs[blocks] = _cost(
+            work, blocks, settings.variant, inputs, device, checkpoint=settings.checkpoint
+        )
+    return costs
 
 
-def _work_of(subject: Subject, width: float | None = None) -> tuple[list[BlockWork], Inputs]:
+def _work_of(subject: Subject, width: float | None = None) -> Work:
     """The work of each block on a mini-batch."""
     try:
         chain, inputs = subject.chain(width, samples=_SAMPLES)
@@ -286,9 +334,16 @@ def _work_of(subject: Subject, width: float | None = None) -> tuple[list[BlockWo
 
 
 def _cost(
-    work: Sequence[BlockWork], trained: Blocks, variant: str, inputs: Inputs, device: Device
+    work: Sequence[BlockWork],
+    trained: Blocks,
+    variant: str,
+    inputs: Inputs,
+    device: Device,
+    *,
+    checkpoint: bool = False,
 ) -> Cost:
-    memory = peak_bytes(work, trained, variant, sum(x.nbytes for x in inputs))
-    seconds = step_seconds(work, trained, variant, device)
+    input_bytes = sum(x.nbytes for x in inputs)
+    memory = peak_bytes(work, trained, variant, input_bytes, checkpoint=checkpoint)
+    seconds = step_seconds(work, trained, variant, device, checkpoint=checkpoint)
     upload = sum(work[i].upload_bytes for i in trained)
     return Cost(six_digits(seconds), None, round(memory), round(upload))

@@ -91,9 +91,9 @@ def fast_table(
     plan = kernel_plan(settings, chain, state)
     process_bytes = settled_bytes()
     how = partial(freeze, chain, variant=settings.variant, backend=settings.backend)
-    build: Build = partial(how, state=state, plan=plan)
+    build: Build = partial(how, state=state, plan=plan, checkpoint=settings.checkpoint)
     wanted = settings.spans(learning)
-    peaks = _peaks(wanted, build, inputs, n, adapters=bool(settings.rank))
+    peaks = _peaks(wanted, build, inputs, n, each=settings.is_compared)
     fitted, checks = design(learning, wanted)
     alone = (len(learning) // 4, len(learning) // 2, -1)
     links = sorted({joined(learning), *(joined([learning[i]]) for i in alone)})
@@ -103,7 +103,7 @@ def fast_table(
     def step_of(key: Configuration) -> Callable[[], None]:
         return training_step(build(key) if isinstance(key, Blocks) else whole(), inputs)
 
-    full = [1.0] if settings.rank else []  # what the costs of adapters are compared with
+    full = [1.0] if settings.is_compared else []
     timed: list[Configuration] = [*fitted, *checks, *full]
     seconds = yield from interleaved(timed, step_of, [*links])
     times = fit(block_work(chain, inputs), settings.variant, {key: seconds[key] for key in fitted})
@@ -124,10 +124,10 @@ def fast_table(
 
 
 def _peaks(
-    wanted: Sequence[Blocks], build: Build, inputs: Inputs, n_blocks: int, *, adapters: bool
+    wanted: Sequence[Blocks], build: Build, inputs: Inputs, n_blocks: int, *, each: bool
 ) -> dict[Blocks, int]:
-    """The peak of each configuration: replayed from few; with adapters each is recorded itself."""
-    if adapters:
+    """The peak of each configuration: recorded itself, or replayed from few."""
+    if each:
         return {blocks: peak_tensor_bytes(partial(build, blocks), inputs) for blocks in wanted}
     memory = MemoryModel(build, inputs, n_blocks)
     return {blocks: memory.peak_bytes(blocks) for blocks in wanted}

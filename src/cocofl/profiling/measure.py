@@ -93,14 +93,15 @@ def measure_here(folder: Path, configuration: Configuration) -> Measurement:
     blocks, width, subject = configuration, None, settings
     if whole := isinstance(configuration, float):
         width = configuration if settings.method == "width" else None
-        subject = replace(settings, rank=0)  # what the costs of adapters are compared with
+        # What the costs of adapters, or of checkpointing, are compared with.
+        subject = replace(settings, rank=0, checkpoint=False)
     chain, inputs = subject.chain(width)
     if not isinstance(blocks, Blocks):
         blocks = Span(0, len(chain))
     state = None if whole else load_state(folder)
     variant = "f" if whole else settings.variant
     how = partial(freeze, chain, blocks, variant=variant, backend=settings.backend)
-    build = partial(how, state=state, plan=load_plan(folder))
+    build = partial(how, state=state, plan=load_plan(folder), checkpoint=subject.checkpoint)
 
     def train(steps: int) -> list[float]:
         return timed(training_step(build(), tuple(x.clone() for x in inputs)), steps)

@@ -153,6 +153,8 @@ class Settings(Subject):
     threads: int = 1
     head: bool = False
     """Whether the classifier, the last block, is trained beside every span."""
+    checkpoint: bool = False
+    """Whether trained blocks keep their inputs only, and are computed again in backward."""
 
     def __post_init__(self) -> None:
         # From JSON pairs come as lists.
@@ -170,6 +172,8 @@ class Settings(Subject):
             raise InvalidSetting(f"threads is {self.threads}; expected at least 1")
         if self.rank and self.method == "width":
             raise InvalidSetting("low-rank adapters belong to blocks; a table of widths has none")
+        if self.checkpoint and (self.rank or self.method == "width"):
+            raise InvalidSetting("checkpointing is for spans of blocks that are trained whole")
 
     @property
     def integers(self) -> bool:
@@ -182,7 +186,12 @@ class Settings(Subject):
 
     def full(self, n_blocks: int) -> Configuration:
         """What shares of full training refer to: every block trained whole, at width 1."""
-        return 1.0 if self.rank or self.method == "width" else Span(0, n_blocks)
+        return 1.0 if self.is_compared or self.method == "width" else Span(0, n_blocks)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether what is compared with, plain training of every block, is no row of the table."""
+        return bool(self.rank) or self.checkpoint
 
     def table(
         self, costs: Mapping[Configuration, Cost], n_blocks: int, **facts: Any
@@ -197,8 +206,9 @@ class Settings(Subject):
             "batch": self.batch,
         }
         rows = {key: cost._replace(step_s=six_digits(cost.step_s)) for key, cost in costs.items()}
-        if self.rank:
-            known |= {"rank": self.rank, "full": rows.pop(1.0)}
+        if self.is_compared:
+            full = rows.pop(1.0)
+            known |= {"rank": self.rank, "checkpoint": self.checkpoint, "full": full}
         return ProfileTable.from_costs(rows, n_blocks=n_blocks, **(known | facts))
 
 

@@ -147,7 +147,7 @@ def _read_journal(path: Path, settings: Settings) -> list[Entry]:
         whole, _, _cut = read_limited(path).decode().rpartition("\n")
         first, *lines = whole.splitlines()
         found, measured = parsed_json(first), [parsed_json(line) for line in lines]
-        for key in ("head", "rank", "alpha"):  # journals of before there was one
+        for key in ("head", "rank", "alpha", "checkpoint"):  # journals of before there was one
             found["settings"].setdefault(key, head["settings"][key])
         known = {part: dict(found[part]) for part in head}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -28,7 +28,8 @@ have gaps has ``blocks``, a text like ``"2:4+19:20"``. The row that trains every
 or width 1) is what fractions refer to.
 
 A table of low-rank adapters has their ``rank``, rows of blocks that have some, and as ``full`` the
-costs of training every block whole: so a share of full training means the same in all tables.
+costs of training every block whole: so a share of full training means the same in all tables. So
+has one with ``"checkpoint": true``, of trained blocks that are computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ class ProfileTable:
     costs: tuple[Cost, ...] = ()
     rank: int = 0
     """Of the low-rank adapters that are trained; 0 where whole blocks are."""
+    checkpoint: bool = False
+    """Whether trained blocks are computed again in the backward pass."""
     full: Cost | None = None
     """What training every block whole costs, where no row says so."""
     name: str = "(not saved)"
@@ -278,6 +281,16 @@ class ProfileTable:
             f"table with `cocofl profile MODEL{how}`, or set tables.spans to analytic"
         )
 
+    def scaled(self, plain: ProfileTable, other: ProfileTable) -> ProfileTable:
+        """This table with the times and peaks that ``other`` has beside ``plain``."""
+        keys = self.configurations
+        here, before, after = (np.array([t.row(key) for key in keys]) for t in (self, plain, other))
+        rows = here * after / np.maximum(before, 1e-12)
+        rows[:, 2] = self.upload
+        name = f"{self.name}, as {other.name} is beside {plain.name}"
+        columns = _columns(keys, rows)
+        return replace(self, **columns, costs=(), checkpoint=other.checkpoint, name=name)
+
     def row(self, configuration: Configuration) -> tuple[float, float, float]:
         """Time, memory and upload of one configuration, as fractions."""
         if configuration not in self._index:
@@ -317,6 +330,7 @@ class ProfileTable:
         where = f" on {self.hardware}" if self.hardware else ""
         method = "widths" if self.method == "width" else f"spans, variant {self.variant}"
         method += f", low-rank adapters of rank {self.rank}" if self.rank else ""
+        method += ", trained blocks checkpointed" * self.checkpoint
         what = f"{self.name}: {self.model}, {len(self)} {method}"
         return f"{what}; {how}{where}; {self.describe_memory()}"
 
@@ -454,6 +468,7 @@ def _parse(content: Any, name: str) -> ProfileTable:
 _SHAPES: dict[str, Check] = {
     **dict.fromkeys(("format", *_TEXTS, "source", "checksum"), check_of(str)),
     **dict.fromkeys(("n_blocks", "batch", "rank"), check_of(int)),
+    "checkpoint": check_of(bool),
     "hardware": check_of(dict[str, str | int] | None),
     "process_bytes": check_of(int | None),
     "error": check_of(dict[str, float]),
@@ -461,7 +476,7 @@ _SHAPES: dict[str, Check] = {
     "rows": check_of(list[list[str | float | None]]),
     "full": check_of(list[float | None]),
 }
-_NOT_NEEDED = ("hardware", "process_bytes", "error", "checksum", "rank", "full")
+_NOT_NEEDED = ("hardware", "process_bytes", "error", "checksum", "rank", "checkpoint", "full")
 
 
 def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
@@ -486,9 +501,12 @@ def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
     for key, value in (asdict(hardware) if hardware else {}).items():
         if isinstance(value, int) != (key == "threads"):
             raise InvalidTable(f"{incomplete}: hardware.{key} is {in_short(value)}")
-    rank = content.get("rank", 0)
-    if (rank > 0) != ("full" in content) or (rank and content["method"] == "width"):
-        raise InvalidTable(f"{incomplete}: spans of a rank, and only they, have a row full")
+    rank, checkpoint = content.get("rank", 0), content.get("checkpoint", False)
+    is_compared = rank > 0 or checkpoint
+    if is_compared != ("full" in content) or (is_compared and content["method"] == "width"):
+        raise InvalidTable(
+            f"{incomplete}: spans of a rank, or with checkpoint, and only they, have a row full"
+        )
     return ProfileTable.from_costs(
         {key: Cost(*values) for key, values in rows.items()},
         n_blocks=content["n_blocks"],
@@ -498,7 +516,8 @@ def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
         process_bytes=content.get("process_bytes"),
         error=content.get("error", {}),
         rank=rank,
-        full=_full(content, name) if rank else None,
+        checkpoint=checkpoint,
+        full=_full(content, name) if is_compared else None,
         name=name,
         **{key: content[key] for key in _TEXTS},
     )
@@ -702,7 +721,9 @@ def _to_text(table: ProfileTable) -> str:
     head = {
         "format": FORMAT,
         **facts,
-        **({"rank": table.rank, "full": list(table.full)} if table.full else {}),
+        **({"rank": table.rank} if table.rank else {}),
+        **({"checkpoint": True} if table.checkpoint else {}),
+        **({"full": list(table.full)} if table.full else {}),
         "hardware": None if table.hardware is None else asdict(table.hardware),
         **({} if table.process_bytes is None else {"process_bytes": table.process_bytes}),
         "error": dict(table.error),

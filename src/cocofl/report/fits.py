@@ -8,17 +8,31 @@ from typing import Any
 
 from cocofl.errors import TableMismatch
 from cocofl.files import write_text
-from cocofl.profiling import ProfileTable
+from cocofl.profiling import ProfileTable, shipped
 from cocofl.report.pages import as_json, template
 
 LIMITS = ("time", "memory", "upload")
+BEGIN = dict.fromkeys(LIMITS, 0.5)
+"""Where the sliders of a page begin that nobody gave a budget: some spans fit, some do not."""
+_FIRST = "measured:epyc-mobilenet"
+_VARIANTS = ("qff", "ff", "f")
+
+
+def shipped_names() -> list[str]:
+    """The tables of spans that ship, as a page offers them: int8 before the other variants."""
+
+    def place(name: str) -> tuple[bool, str, int]:
+        network, _, variant = name.rpartition("/")
+        return network != _FIRST, network, _VARIANTS.index(variant)
+
+    return sorted((name for name in shipped() if not name.endswith("/width")), key=place)
 
 
 def write_fits_page(
     tables: Sequence[ProfileTable], path: Path, limits: Mapping[str, float] | None = None
 ) -> Path:
     """Write the page about these tables; ``limits`` is where its sliders begin, in fractions."""
-    write_text(path, fits_page(tables, limits or {}))
+    write_text(path, fits_page(tables, BEGIN if limits is None else limits))
     return path
 
 
@@ -40,6 +54,7 @@ def _facts(table: ProfileTable) -> dict[str, Any]:
         )
     return {
         "model": table.model,
+        "device": _device(table),
         "name": table.name,
         "about": table.describe(),
         "blocks": table.n_blocks,
@@ -51,3 +66,10 @@ def _facts(table: ProfileTable) -> dict[str, Any]:
             "upload": table.full_upload_bytes,
         },
     }
+
+
+def _device(table: ProfileTable) -> str:
+    """Whose costs these are, as a page offers it for choice."""
+    if table.hardware is not None:
+        return f"{table.hardware.cpu}, {table.hardware.threads} threads"
+    return f"{table.backend.removeprefix('analytic ') or 'unknown'} ({table.source})"

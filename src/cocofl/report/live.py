@@ -1,6 +1,7 @@
 """A run while it runs: a page that is written anew after rounds, and loads itself again meanwhile.
 
-It is one file without a server. Its charts are drawn here, so it stays small.
+It is one file without a server, there from the first moment, and tells of a run that goes on from
+its beginning. Its charts are drawn here, so it stays small.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cocofl.report.findings import blocks_of
 from cocofl.report.pages import template
 from cocofl.report.palette import group_colour
 from cocofl.report.tables import seconds_text
-from cocofl.runlog import RoundRecord, scores_by_name
+from cocofl.runlog import DeviceRecord, RoundRecord, RunFolder, scores_by_name
 
 LIVE = "live.html"
 EVERY_S = 1.0
@@ -57,33 +58,39 @@ class LiveView:
         self._experiment, self._every_s, self._now = experiment, every_s, now
         self._rounds = rounds_of(experiment)
         self._metric: MetricFacts = metric(experiment.evaluation.metrics[0]).facts
-        self._last: RoundRecord | None = None
+        self._round, self._devices = 0, list[DeviceRecord]()
         self._scores: list[tuple[int, Mapping[str, Any]]] = []
         self._works: Counter[tuple[str, str]] = Counter()
         self._fates: Counter[str] = Counter()
         self._times = [now()]
-        self._written_at = float("-inf")
-        self._state = "running"
+        for record in RunFolder(path).rounds():
+            self._take_down(record)
+        self._write("running")
 
     def __enter__(self) -> LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._last is not None:
+        if kind is not None:
             self._write("stopped" if issubclass(kind, KeyboardInterrupt) else "failed")
 
     def on_round(self, record: RoundRecord) -> None:
         """Take a round down, and show it if the page is not new."""
-        self._last = record
+        if record.round <= self._round:
+            return  # it was played before the run was interrupted, and came to the same
+        self._take_down(record)
         self._times = [*self._times, self._now()][-_RECENT - 1 :]
+        if self._now() - self._written_at >= self._every_s:
+            self._write("running")
+
+    def _take_down(self, record: RoundRecord) -> None:
+        self._round, self._devices = record.round, list(record.devices)
         if record.scores:
             self._scores.append((record.round, record.scores))
         for one in record.devices:
             self._fates[one.fate] += 1
             if one.fate == "merged" and one.work is not None:
                 self._works[one.group, one.work] += 1
-        if self._now() - self._written_at >= self._every_s:
-            self._write("running")
 
     def on_end(self) -> None:
         """The run is complete."""
@@ -92,30 +99,34 @@ class LiveView:
     @property
     def seconds_left(self) -> float | None:
         """How long the rounds that are left take, by the last ones."""
-        if self._last is None or len(self._times) < 2:
+        if len(self._times) < 2:
             return None
         each = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-        return each * (self._rounds - self._last.round)
+        return each * (self._rounds - self._round)
 
     def _write(self, state: str) -> None:
-        assert self._last is not None
         self._written_at, left = self._now(), self.seconds_left
         write_text(
             self.page,
             template("live.html").render(
                 title=f"{self._experiment.name}: {self._experiment.strategy.name}",
                 state=state,
-                round=self._last.round,
+                round=self._round,
                 rounds=self._rounds,
                 left=seconds_text(left) if left is not None and state == "running" else "",
                 metric=self._metric,
                 charts=self._charts(),
                 size=(_WIDTH, _HEIGHT),
-                trained=who_trained(self._works),
+                trained=who_trained(self._works, self._groups()),
                 fates=dict(self._fates),
-                devices=self._last.devices,
+                devices=self._devices,
             ),
         )
+
+    def _groups(self) -> list[str]:
+        """Groups in the order that scores have them in: the experiment's."""
+        name = f"group_{self._metric.name}"
+        return [*scores_by_name(self._scores[-1][1], name)] if self._scores else []
 
     def _charts(self) -> list[tuple[str, list[Series], float]]:
         """The metric overall and by group, and where the scale ends."""
@@ -149,8 +160,11 @@ class LiveView:
         ], top
 
 
-def who_trained(works: Mapping[tuple[str, str], int]) -> dict[str, Any]:
-    """The share of each group's merged updates that trained each block, or used each width."""
+def who_trained(works: Mapping[tuple[str, str], int], groups: Sequence[str] = ()) -> dict[str, Any]:
+    """The share of each group's merged updates that trained each block, or used each width.
+
+    Groups are in the order given, others behind them.
+    """
     blocks = {work: blocks_of(work) for _, work in works}
     if all(one is not None for one in blocks.values()):
         n_blocks = 1 + max((max(one) for one in blocks.values() if one), default=-1)
@@ -165,5 +179,6 @@ def who_trained(works: Mapping[tuple[str, str], int]) -> dict[str, Any]:
         totals[group] += count
         for column in places[work]:
             rows.setdefault(group, Counter())[column] += count
-    shares = {g: [row[column] / totals[g] for column in columns] for g, row in rows.items()}
+    order = dict.fromkeys([*(group for group in groups if group in rows), *rows])
+    shares = {g: [rows[g][column] / totals[g] for column in columns] for g in order}
     return {"columns": columns, "rows": shares}

@@ -56,10 +56,10 @@ def ranking_table(scene: Scene) -> TextTable | None:
     for heading, (along, text) in costs.items():
         found = [_first(along(one), one.mean, goal, metric) for one in curves]
         columns[heading] = [NOTHING if cost is None else text(cost) for cost in found]
-    for group in dict.fromkeys(g for line in lines for g in _took_part(line)):
-        columns[f"{group} took part / %"] = [
-            f"{100 * _took_part(line).get(group, 0.0):.0f}" for line in lines
-        ]
+    took_part = [_took_part(line) for line in lines]
+    # As the summary has them, then those of which nothing else is known.
+    for group in dict.fromkeys([*scene.groups, *(name for one in took_part for name in one)]):
+        columns[f"{group} took part / %"] = [f"{100 * one.get(group, 0):.0f}" for one in took_part]
     return TextTable.of(scene.title, columns)
 
 

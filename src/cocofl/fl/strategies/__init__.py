@@ -9,6 +9,7 @@ from cocofl.errors import InvalidExperiment, InvalidSetting
 from cocofl.fl.strategies.apf import apf
 from cocofl.fl.strategies.base import Plan, Strategy, Tables
 from cocofl.fl.strategies.cocofl import cocofl
+from cocofl.fl.strategies.cocofl_plus import cocofl_plus
 from cocofl.fl.strategies.depthfl import depthfl
 from cocofl.fl.strategies.distreal import distreal
 from cocofl.fl.strategies.embracing import embracing
@@ -29,6 +30,7 @@ from cocofl.named import lookup
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "cocofl": cocofl,
+    "cocofl+": cocofl_plus,
     "heterofl": heterofl,
     "fjord": fjord,
     "fedavg": fedavg,

@@ -62,6 +62,9 @@ class Tables(Protocol):
     def spans(self, variant: str | None = None) -> ProfileTable:
         """The costs of spans frozen so; without a variant only that of training everything."""
 
+    def checkpointed(self, variant: str) -> ProfileTable:
+        """The same where trained blocks are computed again in the backward pass."""
+
     def widths(self) -> ProfileTable:
         """The costs of widths."""
 

@@ -7,7 +7,7 @@ and applies bias, addend and ReLU before it rounds to the output codes.
 from __future__ import annotations
 
 from dataclasses import astuple
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +57,13 @@ def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:
     batch, channels, height, width = linear_map.input_shape
     padded_shape = [batch, channels, height + 2 * vertical, width + 2 * horizontal]
     walk = [list(geometry.stride), padding, list(geometry.dilation)]
-    packed = torch.ops.onednn.qconv_prepack(codes, scale, 1.0, 0, *walk, groups, padded_shape)
-    offset = -zero_point * scale * codes.flatten(1).sum(1) if zero_point else None
-    no_offsets = torch.zeros(scale.shape, dtype=torch.int64)
+    # Scales do not change how weights are packed, and PyTorch reads each of them by itself.
+    alike = torch.ones(1)
+    packed = torch.ops.onednn.qconv_prepack(codes, alike, 1.0, 0, *walk, groups, padded_shape)
+    # Sums in float32 are exact as far as 2**24, and come sooner than those in int64.
+    total = codes.flatten(1).sum(1, dtype=torch.float32) if zero_point else None
+    offset = None if total is None else total.mul_(-zero_point).mul_(scale)
+    no_offsets = _zeros(len(scale))
     relu = "relu" if linear_map.relu else None
     plain = torch.ops.onednn.qconv2d_pointwise.default
     binary = torch.ops.onednn.qconv2d_pointwise.binary
@@ -95,10 +99,16 @@ def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:
     return run
 
 
+@cache
+def _zeros(count: int) -> Tensor:
+    """The zero points of weights; nobody writes into them."""
+    return torch.zeros(count, dtype=torch.int64)
+
+
 def _prepare_linear(linear_map: LinearMap) -> Prepared:
     scale, bias, zero_point = linear_map.weight.scale, linear_map.bias, linear_map.input_zero_point
     packed = torch.ops.onednn.qlinear_prepack(linear_map.weight.codes, list(linear_map.input_shape))
-    no_offsets = torch.zeros(scale.shape, dtype=torch.int64)
+    no_offsets = _zeros(len(scale))
     relu = linear_map.relu
     operator = torch.ops.onednn.qlinear_pointwise.default
 

@@ -27,7 +27,7 @@
     const most = LIMITS.map((what) => Number(at(what).value) / 100);
     // The far end of a slider is no limit.
     const within = (what, i, k) => most[k] >= 1 || table[what][i] <= most[k] + 1e-9;
-    fitting = new Set(table.spans.keys().filter((i) => LIMITS.every((what, k) => within(what, i, k))));
+    fitting = new Set([...table.spans.keys()].filter((i) => LIMITS.every((what, k) => within(what, i, k))));
     const inside = ([a, b], [c, d]) => c <= a && b <= d && d - c > b - a;
     best = new Set([...fitting].filter((i) => ![...fitting].some((j) => inside(table.spans[i], table.spans[j]))));
     LIMITS.forEach((what, k) => {
@@ -99,6 +99,7 @@
       return row;
     });
     at("map").replaceChildren(head, ...rows);
+    at("map").style.setProperty("--columns", table.blocks + 1);
     chosen = index.get(`${table.blocks - 1}:${table.blocks}`) ?? 0;
   }
 
@@ -108,19 +109,26 @@
     lay();
     judge();
   }
-  function list() {
-    const own = [...tables.entries()].filter(([, one]) => one.model === at("model").value);
-    options(at("table"), own.map(([i, one]) => [i, one.name]));
+  // What a list offers follows from what is chosen in those before it.
+  const distinct = (what, some) => [...new Set(some.map((one) => one[what]))].map((one) => [one, one]);
+  const asked = (...whats) => tables.filter((one) => whats.every((what) => one[what] === at(what).value));
+  function listDevices() {
+    options(at("device"), distinct("device", asked("model")));
+    listTables();
+  }
+  function listTables() {
+    options(at("table"), asked("model", "device").map((one) => [tables.indexOf(one), one.name]));
     take();
   }
 
-  options(at("model"), [...new Set(tables.map((one) => one.model))].map((one) => [one, one]));
+  options(at("model"), distinct("model", tables));
   for (const what of LIMITS) {
     at(what).value = Math.round(100 * limits[what]);
     at(what).addEventListener("input", judge);
   }
-  at("model").addEventListener("change", list);
+  at("model").addEventListener("change", listDevices);
+  at("device").addEventListener("change", listTables);
   at("table").addEventListener("change", take);
   document.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
-  list();
+  listDevices();
 })();

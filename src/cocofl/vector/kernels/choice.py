@@ -55,6 +55,10 @@ class KernelSet:
         """For the elementwise chains around a layer, with the functions of ``plain``."""
         return self.own("rows", x) or plain
 
+    def norms(self, x: Tensor) -> ModuleType:
+        """For norms over the batch and what follows them, with the functions of ``plain``."""
+        return self.own("norms", x) or plain
+
     def chains(self, x: Tensor) -> ModuleType | None:
         """Our own dropout and LayerNorm of a sum, where they run."""
         return None if x.shape[-1] > _ROW else self.own("chains", x)
@@ -109,6 +113,7 @@ def _triton_modules() -> dict[str, ModuleType]:
         triton_dense,
         triton_depthwise,
         triton_linear,
+        triton_norms,
         triton_rows,
     )
 
@@ -118,6 +123,7 @@ def _triton_modules() -> dict[str, ModuleType]:
         "dense": triton_dense,
         "depthwise": triton_depthwise,
         "linear": triton_linear,
+        "norms": triton_norms,
         "rows": triton_rows,
     }
 

@@ -18,7 +18,7 @@ def largest(x: Tensor, rows: Tensor) -> Tensor:
     return _valid(x.detach(), rows).flatten(1).abs().amax(1).float() / SIGNED_LEVELS
 
 
-def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
+def _coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
     """Normalise with the batch where a device trains, else with what was folded."""
     wide = torch.promote_types(y.dtype, torch.float32)
     # Sums in float64, like those of PyTorch's own norms on the CPU: int8 codes show the last bit.
@@ -44,29 +44,55 @@ def coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
 
 def finish(
     y: Tensor,
-    factor: Tensor | None,
     offset: Tensor | None,
     addend: Tensor | None,
     activation: Activation,
     grid: StackedGrid | None,
 ) -> Tensor:
-    """``round(activation(factor · y + offset + addend))``."""
-    z = y if factor is None else y * factor[:, None]
-    if offset is not None:
-        z = z + offset[:, None]
+    """``round(activation(y + offset + addend))``."""
+    z = y if offset is None else y + offset[:, None]
+    return _finished(z, addend, activation, grid).to(y.dtype)
+
+
+def normalise(
+    y: Tensor,
+    rows: Tensor,
+    norm: Norm,
+    addend: Tensor | None,
+    activation: Activation,
+    grid: StackedGrid | None,
+) -> tuple[Tensor, Coefficients]:
+    """``round(activation(factor · y + offset + addend))``, and the coefficients."""
+    c = _coefficients(y, rows, norm)
+    return _finished(_scaled(y, c), addend, activation, grid).to(y.dtype), c
+
+
+def _scaled(y: Tensor, c: Coefficients) -> Tensor:
+    return y * c.factor[:, None] + c.offset[:, None]
+
+
+def _finished(
+    z: Tensor, addend: Tensor | None, activation: Activation, grid: StackedGrid | None
+) -> Tensor:
     if addend is not None:
         z = z + addend
     if activation.present:
         z = z.clamp(0, activation.upper)
-    return (z if grid is None else snap(z, grid)).to(y.dtype)
+    return z if grid is None else snap(z, grid)
 
 
-def _back_through_norm(
-    g: Tensor, y: Tensor, rows: Tensor, c: Coefficients, norm: Norm
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradient after a norm to that before it, and those of its weight and bias."""
+def back_through_norm(g: Tensor, grid: StackedGrid | None, kept: Kept) -> Gradients:
+    """The whole way back, for all, whoever asked."""
+    y, c, norm, rows = kept.y, kept.c, kept.norm, kept.rows
+    assert y is not None
+    assert c is not None
+    assert norm is not None
+    z = kept.z
+    if z is None and kept.activation.present:
+        z = _finished(_scaled(y, c), None, kept.activation, kept.z_grid).to(y.dtype)
+    before = back(g, grid, kept._replace(z=z))
     n = rows.clamp_min(1).to(c.mean.dtype)[:, None]
-    own = _valid(g, rows).to(c.mean.dtype)
+    own = _valid(before, rows).to(c.mean.dtype)
     centered = y.to(c.mean.dtype) - c.mean[:, None]
     sum_g, sum_gy = own.sum(1), (own * centered).sum(1)
     with_batch = norm.with_batch[:, None]
@@ -74,7 +100,7 @@ def _back_through_norm(
     shift = torch.where(with_batch, c.factor * sum_g / n, zero)
     slope = torch.where(with_batch, c.factor * c.rstd.square() * sum_gy / n, zero)
     gy = own * c.factor[:, None] - shift[:, None] - slope[:, None] * centered
-    return _valid(gy, rows).to(y.dtype), sum_gy * c.rstd, sum_g
+    return _valid(gy, rows).to(y.dtype), before, sum_gy * c.rstd, sum_g
 
 
 def normalise_leading(x: Tensor, channels: Tensor, eps: float) -> Tensor:
@@ -99,21 +125,16 @@ def total(g: Tensor, rows: Tensor) -> Tensor:
     return _valid(g, rows).sum(1)
 
 
-def back(g: Tensor, grid: StackedGrid | None, kept: Kept) -> Gradients:
-    """The whole way back, rounded where a device has a grid for it; for all, whoever asked."""
-    z, y, act, z_grid, rows, c, norm, *_ = kept
-    if z is None and act.present and y is not None and c is not None:
-        z = finish(y, c.factor, c.offset, None, act, z_grid)
+def back(g: Tensor, grid: StackedGrid | None, kept: Kept) -> Tensor:
+    """The way back through activation and rounding."""
+    act = kept.activation
     before = g if grid is None else snap(g, grid)
-    if z is not None and act.present:
-        passed = z > 0
+    if act.present and kept.z is not None:
+        passed = kept.z > 0
         if act.cap is not None:
-            passed &= z < act.cap[:, None, None]
+            passed &= kept.z < act.cap[:, None, None]
         before = before * passed
-    if norm is None or y is None or c is None:
-        return before, before, None, None
-    gy, weight, bias = _back_through_norm(before, y, rows, c, norm)
-    return gy, before, weight, bias
+    return before
 
 
 def measured_grid(scale: Tensor, fly: Tensor, unsigned: Tensor, known: StackedGrid) -> StackedGrid:

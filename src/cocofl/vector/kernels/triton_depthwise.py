@@ -13,6 +13,7 @@ from cocofl.freeze.kernels import Geometry
 
 _TILE = 2048  # positions times channels that a program holds at a time
 _SUMMED = 1024  # the same where nine taps are summed up at once
+_ROLLED, _ROLLED_SUMS = 1024, 512  # columns times channels of a program that goes down images
 _PROGRAMS, _TURNS = 2048, 16  # of them, at most; and tiles that each takes, at least
 
 # Only channels, and what is divided by, gain from a kernel compiled for their size.
@@ -122,6 +123,108 @@ def _weight(
         tl.store(out + 6 + j, tl.sum(bottom[j], 0)[None, :], mask=c < channels)
 
 
+@_compiled_once
+def _roll(
+    X, W, ASKED, Y, stride, samples, height, channels,
+    WIDTH: tl.constexpr, BACK: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Stride 1 and a border of 1: columns of images from top to bottom.
+
+    A row is read once and goes into three rows of the result. ``BACK`` turns the weights around.
+    """
+    d = tl.program_id(2).to(tl.int64)
+    p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
+    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    image, column = p // WIDTH, p % WIDTH
+    inside = (p < samples * WIDTH) & (c < channels)
+    if BACK:
+        inside = inside & (tl.load(ASKED + d) != 0)
+    tap = W + d * stride + c * 9 + (8 if BACK else 0)
+    step = -1 if BACK else 1
+    across = c < channels
+    w0 = tl.load(tap, mask=across, other=0.0)
+    w1 = tl.load(tap + step, mask=across, other=0.0)
+    w2 = tl.load(tap + 2 * step, mask=across, other=0.0)
+    w3 = tl.load(tap + 3 * step, mask=across, other=0.0)
+    w4 = tl.load(tap + 4 * step, mask=across, other=0.0)
+    w5 = tl.load(tap + 5 * step, mask=across, other=0.0)
+    w6 = tl.load(tap + 6 * step, mask=across, other=0.0)
+    w7 = tl.load(tap + 7 * step, mask=across, other=0.0)
+    w8 = tl.load(tap + 8 * step, mask=across, other=0.0)
+    first = d * samples * height * WIDTH * channels
+    X, Y = X + first, Y + first
+    at = (image * height * WIDTH + column) * channels + c
+    left, right = inside & (column > 0), inside & (column < WIDTH - 1)
+    above = tl.zeros((BP, BC), tl.float32)  # what is known of the row above, and of this one
+    here = tl.zeros((BP, BC), tl.float32)
+    for row in range(height):
+        x = tl.load(X + at - channels, mask=left, other=0.0).to(tl.float32)
+        y = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(X + at + channels, mask=right, other=0.0).to(tl.float32)
+        above += x * w6 + y * w7 + z * w8
+        tl.store(Y + at - WIDTH * channels, above, mask=inside & (row > 0))
+        above = here + x * w3 + y * w4 + z * w5
+        here = x * w0 + y * w1 + z * w2
+        at += WIDTH * channels
+    tl.store(Y + at - WIDTH * channels, above, mask=inside)
+
+
+@_compiled_once
+def _roll_weight(
+    G, X, ASKED, OUT, samples, height, channels,
+    WIDTH: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The same way down for the weight's gradient of some columns; zeros where nobody needs it."""
+    piece, d = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    p = piece * BP + tl.arange(0, BP)[:, None]
+    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    image, column = p // WIDTH, p % WIDTH
+    inside = (p < samples * WIDTH) & (c < channels)
+    left, right = inside & (column > 0), inside & (column < WIDTH - 1)
+    first = d * samples * height * WIDTH * channels
+    X, G = X + first, G + first
+    at = (image * height * WIDTH + column) * channels + c
+    nothing = tl.zeros((BP, BC), tl.float32)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = (
+        nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing
+    )  # fmt: skip
+    needed = tl.load(ASKED + d) != 0
+    above, here = nothing, tl.load(G + at, mask=inside & needed, other=0.0).to(tl.float32)
+    for row in range(height * needed.to(tl.int32)):
+        below = tl.load(G + at + WIDTH * channels, mask=inside & (row + 1 < height), other=0.0)
+        below = below.to(tl.float32)
+        x = tl.load(X + at - channels, mask=left, other=0.0).to(tl.float32)
+        y = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(X + at + channels, mask=right, other=0.0).to(tl.float32)
+        w0 += x * below
+        w1 += y * below
+        w2 += z * below
+        w3 += x * here
+        w4 += y * here
+        w5 += z * here
+        w6 += x * above
+        w7 += y * above
+        w8 += z * above
+        above, here = here, below
+        at += WIDTH * channels
+    out = OUT + ((d * tl.num_programs(0) + piece) * channels + c) * 9
+    across = c < channels
+    tl.store(out, tl.sum(w0, 0)[None, :], mask=across)
+    tl.store(out + 1, tl.sum(w1, 0)[None, :], mask=across)
+    tl.store(out + 2, tl.sum(w2, 0)[None, :], mask=across)
+    tl.store(out + 3, tl.sum(w3, 0)[None, :], mask=across)
+    tl.store(out + 4, tl.sum(w4, 0)[None, :], mask=across)
+    tl.store(out + 5, tl.sum(w5, 0)[None, :], mask=across)
+    tl.store(out + 6, tl.sum(w6, 0)[None, :], mask=across)
+    tl.store(out + 7, tl.sum(w7, 0)[None, :], mask=across)
+    tl.store(out + 8, tl.sum(w8, 0)[None, :], mask=across)
+
+
+def _keeps_size(g: Geometry) -> bool:
+    """Whether a 3×3 convolution makes images of the size that it takes."""
+    return g.stride == (1, 1) and g.padding == (1, 1)
+
+
 def _walk(g: Geometry) -> dict[str, int]:
     names = "STRIDE_H", "STRIDE_W", "PAD_H", "PAD_W"
     return dict(zip(names, (*g.stride, *g.padding), strict=True))
@@ -158,6 +261,14 @@ def _through(
 ) -> Tensor:
     """``x``, lying channels last, into ``y`` (device, sample, height, width, channel)."""
     w, (d, b, height, width, channels) = by_device(w), y.shape
+    if _keeps_size(geometry):
+        across = _tile(1, channels)[1]
+        down = _ROLLED // across
+        _roll[triton.cdiv(b * width, down), triton.cdiv(channels, across), d](
+            x, w, asked, y, w.stride(0), b, height, channels, WIDTH=width, BACK=back,
+            BP=down, BC=across,
+        )  # fmt: skip
+        return y.permute(0, 1, 4, 2, 3)
     down, across = _tile(height * width, channels)
     grid = triton.cdiv(height * width, down), triton.cdiv(channels, across), d * b
     _convolve[grid](
@@ -185,7 +296,16 @@ def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked:
     d, b, channels, height, width = x.shape
     out_height, out_width = g.shape[3:]
     across = _tile(1, channels)[1]
-    down, wide = _SUMMED // across, triton.cdiv(channels, across)
+    wide = triton.cdiv(channels, across)
+    if _keeps_size(geometry):
+        down = _ROLLED_SUMS // across
+        pieces = triton.cdiv(b * width, down)
+        parts = torch.empty(d, pieces, *w.shape[1:], device=g.device)
+        _roll_weight[pieces, wide, d](
+            g, x, asked, parts, b, height, channels, WIDTH=width, BP=down, BC=across
+        )
+        return parts.sum(1) if pieces > 1 else parts[:, 0]
+    down = _SUMMED // across
     tiles = triton.cdiv(b * out_height * out_width, down)
     turns = max(_TURNS, d * wide * tiles // _PROGRAMS)
     pieces = triton.cdiv(tiles, turns)

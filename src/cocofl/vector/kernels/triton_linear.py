@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cocofl.numerics import StackedGrid
 from cocofl.vector.kernels.base import Activation
-from cocofl.vector.kernels.triton_rows import _rounded
+from cocofl.vector.kernels.triton_rows import rounded
 
 
 class Tiles(NamedTuple):
@@ -84,7 +84,7 @@ def _on_grid(g, GRID, layer, d, devices, ROUNDS: tl.constexpr):
     if ROUNDS:
         own = GRID + layer * 4 * devices
         low, high = own + 2 * devices, own + 3 * devices
-        g = _rounded(g.to(tl.float32), d, own, own + devices, low, high).to(g.dtype)
+        g = rounded(g.to(tl.float32), d, own, own + devices, low, high).to(g.dtype)
     return g
 
 

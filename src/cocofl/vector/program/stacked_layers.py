@@ -102,7 +102,7 @@ def stacked_layer(
     if is_pointwise(tuple(w.own.shape), geometry):
         vertical, horizontal = geometry.stride
         if (vertical, horizontal) != (1, 1):
-            x = x[..., ::vertical, ::horizontal]
+            x = _apply(_EveryOther, x, vertical, horizontal)
         return from_rows(product(rows_of(x), w.flat()), x)
     few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
     if x.is_cuda and few and not x.requires_grad:
@@ -151,6 +151,23 @@ def _unfolded(x: Tensor, kernel: Sequence[int], g: Geometry) -> Tensor:
     windows = padded.unfold(3, kernel[0], g.stride[0]).unfold(4, kernel[1], g.stride[1])
     columns = windows.permute(0, 1, 3, 4, 2, 5, 6)  # (device, sample, h, w, channel, point, point)
     return columns.flatten(4)
+
+
+class _EveryOther(torch.autograd.Function):
+    """Some rows and columns of images; their gradient lies channels last, as the images do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, vertical: int, horizontal: int) -> Tensor:
+        ctx.shape, ctx.steps = x.shape, (vertical, horizontal)
+        return x[..., ::vertical, ::horizontal]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        d, b, channels, height, width = ctx.shape
+        vertical, horizontal = ctx.steps
+        gx = g.new_zeros(d, b, height, width, channels).permute(0, 1, 4, 2, 3)
+        gx[..., ::vertical, ::horizontal] = g
+        return gx, None, None
 
 
 class _Weighted(torch.autograd.Function):

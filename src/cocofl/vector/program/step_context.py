@@ -107,19 +107,22 @@ class _Finish(torch.autograd.Function):
         finish: Finish,
     ) -> Tensor:
         run, act = finish.kernels.rows(y), finish.activation
-        point, norm = finish.output, finish.norm
-        c = None if norm is None else run.coefficients(y, finish.rows, norm)
-        factor, shift = (None, offset) if c is None else (c.factor, c.offset)
+        point, norm, c = finish.output, finish.norm, None
         grid = point.known
         now = None if point.must_measure else grid
-        still = NO_ACTIVATION if finish.is_begun else act
-        z: Tensor = run.finish(y, factor, shift, addend, still, now)
+        z: Tensor
+        if norm is None:
+            still = NO_ACTIVATION if finish.is_begun else act
+            z = run.finish(y, offset, addend, still, now)
+        else:
+            normalise = finish.kernels.norms(y).normalise
+            z, c = normalise(y, finish.rows, norm, addend, act, now)
         if point.must_measure:
             grid = point.measure(run.largest(z, finish.rows))
             if grid is not None:
-                z = run.finish(z, None, None, None, NO_ACTIVATION, grid)
+                z = run.finish(z, None, None, NO_ACTIVATION, grid)
         capped, shares = act._replace(cap=_cap(act, grid, y)), addend is not None
-        ctx.run, ctx.point = run, finish.gradient
+        ctx.kernels, ctx.point = finish.kernels, finish.gradient
         ctx.kept = Kept(None, None, capped, grid, finish.rows, c, norm, finish.asked, shares)
         # What the activation let pass follows from y again, unless something was added.
         keep_z = act.present and (norm is None or shares)
@@ -129,10 +132,16 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         y, z = ctx.saved_tensors
-        point, run, rows, needed = ctx.point, ctx.run, ctx.kept.rows, ctx.needs_input_grad
-        g = g.contiguous()
+        g, point, kept, needed = g.contiguous(), ctx.point, ctx.kept, ctx.needs_input_grad
+        run, rows = ctx.kernels.rows(g), kept.rows
+        kept = kept._replace(y=y, z=z)
         grid = point.measure(run.largest(g, rows)) if point.must_measure else point.known
-        gy, addend, weight, bias = run.back(g, grid, ctx.kept._replace(y=y, z=z))
+        if kept.norm is None:
+            gy = addend = run.back(g, grid, kept)
+            weight = bias = None
+        else:
+            back = ctx.kernels.norms(g).back_through_norm
+            gy, addend, weight, bias = back(g, grid, kept)
         offset = run.total(gy, rows) if needed[2] else None
         gradients = gy, addend, offset, weight, bias, None
         return tuple(g if own else None for g, own in zip(gradients, needed, strict=True))

@@ -121,7 +121,8 @@ class Cohort:
         self._tracked = layout.statistics.views(self.statistics)
         self.levels: Levels | None = None
         self._block_of = layout.parameters.blocks().to(self.on)
-        self._frozen = FrozenWeights(self.program, devices, self.on)
+        narrow = self._precision.cast(self.parameters[:0]).dtype
+        self._frozen = FrozenWeights(self.program, devices, self.on, narrow)
         self.measured = zeros(len(self.program.sites.keys), dtype=torch.float32).fill_(torch.nan)
         flags = torch.zeros(3, self.program.n_blocks, devices, dtype=torch.bool, device=self.on)
         self._roles = Roles(*flags)
@@ -386,6 +387,8 @@ class Cohort:
         if folds:
             picks = [(w.state, w.variant == "qff") for w in works]
             self._frozen.fill(states, picks, self._graphs)
+        if folds or self._frozen.is_narrow:
+            self._frozen.take(self.parameters, self._own)
         rounding = [(w.blocks if w.variant == "qff" else None, known[w.state]) for w in works]
         points, on_the_fly = self._rounding.begin(rounding, states.scales[of_device])
         narrow = any(work.level is not None for work in works)
@@ -445,6 +448,7 @@ class Cohort:
             self._learns,
             self._valid,
             self.program.kernels,
+            () if traits.levels else self._used(traits) or (),
         )
         self._steps_done += 1
 
@@ -467,7 +471,7 @@ class Cohort:
         teaching = replace(
             step,
             leaves=self._leaves,
-            weights=self._frozen.weights(self.parameters, self._leaves, self._roles, None),
+            weights=self._frozen.weights(self._leaves, self._roles, None),
             statistics=self.levels.statistics_of_held(),
             steps_done=self.levels.steps_done(of_held=True),
             channels=self.levels.channels(of_held=True) if step.channels else {},
@@ -495,19 +499,26 @@ class Cohort:
                 parts.append(self._nothing[:, : end - segment.stop])
         return torch.cat(parts, 1)
 
+    def _used(self, traits: _Traits) -> tuple[Tensor, ...] | None:
+        """What layers compute with, as rows; None where that is what learns."""
+        if traits.levels:
+            # Each step has other parameters, in place of those that were taken.
+            own, narrowed = self._own, self.levels.parameters if self.levels else self.parameters
+            used = (torch.where(own, narrowed, row) for row in self._frozen.used)
+            return tuple(used) if traits.folds else None
+        return self._frozen.used if traits.folds or self._frozen.is_narrow else None
+
     def _context(
         self, leaves: Mapping[Segment, Tensor], traits: _Traits, measures: bool
     ) -> StepContext:
-        own = self._own if traits.folds else None
         at_levels = self.levels if traits.levels else None
-        parameters = self.parameters if at_levels is None else at_levels.parameters
         return StepContext(
             kernels=self.program.kernels,
             roles=self._roles,
             valid=self._valid,
             batch=self.batch,
             leaves=leaves,
-            weights=self._frozen.weights(parameters, leaves, self._roles, own),
+            weights=self._frozen.weights(leaves, self._roles, self._used(traits)),
             statistics=self._tracked,
             frozen_norms=self._frozen.norms,
             steps_done=self._steps_done if at_levels is None else at_levels.steps_done(),

@@ -1,7 +1,9 @@
-"""What the frozen layers of a cohort's devices compute with.
+"""What the layers of a cohort's devices compute with.
 
-Weights with their norms folded in, quantized for ``qff``. All of it depends on the server's state
-only, so it is made once per round and state, whatever the devices freeze.
+Where a layer is frozen, weights with their norms folded in, quantized for ``qff``. All of it
+depends on the server's state only, so it is made once per round and state, whatever the devices
+freeze. Where a layer learns, its own weights, which are put beside the others when a round begins;
+whoever moves parameters moves them there, too.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from cocofl.vector.training.execution import Graphs
 class FrozenWeights:
     """What the devices' frozen layers compute with, in tensors that stay where they are."""
 
-    def __init__(self, program: Program, devices: int, on: torch.device) -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(devices, *shape, dtype=program.layout.dtype, device=on)
+    def __init__(
+        self, program: Program, devices: int, on: torch.device, narrow: torch.dtype | None = None
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = program.layout.dtype) -> Tensor:
+            return torch.zeros(devices, *shape, dtype=dtype, device=on)
 
         self._all_layers = program.layers
         self._weighted: list[tuple[Layer, Segment]] = []
@@ -50,7 +54,11 @@ class FrozenWeights:
                 channels = 1 if known is None else known.shape[0]
                 self.norms[layer.name] = zeros(channels).fill_(1.0), zeros(channels)
         size = program.layout.parameters.size
-        self._forward, self._backward = zeros(size), zeros(size)
+        held = program.layout.dtype if narrow is None else narrow
+        self.is_narrow = held != program.layout.dtype
+        """Whether layers compute with other numbers than learn."""
+        self.used = zeros(size, dtype=held), zeros(size, dtype=held)
+        """What all layers compute with, forward and backward: rows of parameters."""
         self._states: dict[int, Rows] = {}  # where captured folding finds them
         self._picks = torch.zeros(devices, dtype=torch.long, device=on)
 
@@ -79,35 +87,36 @@ class FrozenWeights:
             else:
                 for row, made in zip((forward, backward), ways, strict=True):
                     weight.of(row).copy_(made)
-        self._forward.copy_(forward[index])
-        self._backward.copy_(backward[index])
+        for used, made in zip(self.used, (forward, backward), strict=True):
+            used.copy_(made[index])
         for name, norm in self.norms.items():
             for own, now in zip(norm, folded[name][1:], strict=True):
                 if now is not None:
                     own.copy_(now[index])
 
+    def take(self, parameters: Tensor, own: Tensor) -> None:
+        """Put the parameters among what is computed with, where ``own``."""
+        for used in self.used:
+            used.copy_(torch.where(own, parameters.to(used.dtype), used))
+
     def weights(
         self,
-        parameters: Tensor,
         leaves: Mapping[Segment, Tensor],
         roles: Roles,
-        own: Tensor | None,
+        used: Sequence[Tensor] | None,
     ) -> dict[str, Weights]:
-        """Each layer's weights: a device's own where ``own``, else what was folded for it."""
+        """Each layer's weights: of the rows ``used``; where there are none, of what learns."""
         found = {}
-        if own is not None:
-            forward = torch.where(own, parameters, self._forward)
-            backward = torch.where(own, parameters, self._backward)
         for layer, weight in self._weighted:
             leaf = leaves[weight]
-            if own is None:
-                used = [leaf.detach()] * 2
+            if used is None:
+                ways = [leaf.detach()] * 2
             elif layer.name in self._shared:
                 mine = roles.with_batch[layer.block].view(-1, *[1] * (leaf.ndim - 1))
-                used = [torch.where(mine, leaf.detach(), f) for f in self._shared[layer.name]]
+                ways = [torch.where(mine, leaf.detach(), f) for f in self._shared[layer.name]]
             else:
-                used = [weight.of(forward), weight.of(backward)]
-            found[layer.name] = Weights(leaf, *used)
+                ways = [weight.of(row) for row in used]
+            found[layer.name] = Weights(leaf, *ways)
         return found
 
 

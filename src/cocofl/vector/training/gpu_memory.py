@@ -29,7 +29,8 @@ def devices_that_fit(
     """
     if on.type != "cuda":
         return wanted
-    per_device = _peak_bytes(make(1), on, distils)
+    held = torch.cuda.memory_allocated(on)  # by others, who do not grow with the devices
+    per_device = _peak_bytes(make(1), on, distils) - held
     free, _ = torch.cuda.mem_get_info(on)
     fitting = max(1, int(_SHARE * free // max(per_device, 1)))
     if fitting < wanted:

@@ -7,7 +7,7 @@ parameters of a device that trains alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,13 +46,15 @@ class Optimizer(ABC):
         learns: Tensor,
         valid: Tensor,
         kernels: KernelSet = PLAIN,
+        copies: Sequence[Tensor] = (),
     ) -> None:
         """Move the places that learn, (device, place); the others keep their bits.
 
-        A device without ``valid`` samples rests.
+        A device without ``valid`` samples rests. ``copies`` hold the same numbers where something
+        learns, and still do so afterwards.
         """
         if self._is_plain and (own := kernels.own("rows", parameters)) is not None:
-            own.sgd(parameters, gradients, learns, valid, lr, self.weight_decay)
+            own.sgd(parameters, gradients, learns, valid, lr, self.weight_decay, copies)
             return
         learns = learns & (valid > 0)[:, None]
         if self.clip is not None:
@@ -63,6 +65,8 @@ class Optimizer(ABC):
         direction, rate = self.direction(gradients, memory, lr, learns)
         moved = torch.addcmul(parameters, direction, rate[:, None], value=-1)
         parameters.copy_(torch.where(learns, moved, parameters))
+        for copy in copies:
+            copy.copy_(torch.where(learns, parameters.to(copy.dtype), copy))
 
     def for_one_device(self, parameters: Iterable[nn.Parameter], lr: float) -> Descent:
         """The same for a device that trains alone; clipping is left to who calls it."""
