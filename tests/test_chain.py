@@ -580,6 +580,51 @@ def test_pytorch_encoder_is_cut_between_its_layers() -> None:
     assert len(assert_same(model[1:], model[0](TOKENS).detach())) == 4
 
 
+class Encoding(nn.Module):
+    """PyTorch's encoder, or one layer of it; samples tell which positions are padding."""
+
+    def __init__(self, body: nn.Module, *masks: str) -> None:
+        super().__init__()
+        self.first, self.body, self.last = nn.Linear(8, 8), body, nn.Linear(8, 2)
+        self.masks = masks
+        self.register_buffer("causal", torch.ones(5, 5).triu(1).bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = {"src_mask": self.causal, "src_key_padding_mask": x[:, :, 0] > 5}
+        return self.last(self.body(self.first(x), **{name: made[name] for name in self.masks}))
+
+
+SEQUENCES = torch.randn(3, 5, 8).index_fill(1, torch.tensor([4]), 6.0)
+
+
+@pytest.mark.parametrize(
+    ("masks", "options"),
+    [
+        ((), {"batch_first": False}),
+        ((), {"activation": F.gelu}),
+        (("src_mask",), {}),
+        (("src_mask",), {"norm_first": True}),
+        (("src_mask", "src_key_padding_mask"), {"norm_first": True}),
+    ],
+    ids=["time-first", "gelu", "causal", "norm-first", "padded"],
+)
+@pytest.mark.parametrize("by_running", [False, True])
+def test_an_encoder_layer_of_pytorch_is_traced_layer_by_layer(
+    masks: tuple[str, ...], options: dict[str, Any], by_running: bool
+) -> None:
+    sizes: dict[str, Any] = {"dropout": 0.3, "batch_first": True} | options
+    model = Encoding(nn.TransformerEncoderLayer(8, 2, 16, **sizes), *masks)
+    chain = assert_same(model, SEQUENCES, by_running=by_running)
+    called = {str(n.target) for block in chain.blocks for n in block.graph.nodes}
+    assert {"body.self_attn", "body.linear1", "body.linear2", "body.norm2"} <= called
+
+
+def test_an_encoder_of_pytorch_with_padding_is_cut_between_its_layers() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    assert len(assert_same(Encoding(encoder, "src_key_padding_mask"), SEQUENCES)) == 5
+
+
 def test_weights_used_twice_stay_in_one_block() -> None:
     shared = nn.Linear(6, 6)
     layers = [nn.Linear(6, 6), shared, nn.Linear(6, 6), shared, nn.Linear(6, 6)]

@@ -217,7 +217,10 @@ def test_a_folder_of_images(root):
     small = data.load("photos/", data_dir=root, options={"size": [3, 4], "channels": 1})
     assert small.train.inputs.shape[1:] == (3, 4, 1)
     (root / "photos/cat/odd.png").write_bytes(png(pixels(1, 5, 5, 3)[0]))
-    with pytest.raises(InvalidData, match=r"5x5 pixels, expected 8x6\. Say size = "):
+    with pytest.raises(InvalidData, match=r"odd\.png is 5x5 pixels, expected 8x6\. Say size = "):
+        data.load(f"{root}/photos")
+    (root / "photos/cat/odd.png").write_bytes(b"no image")
+    with pytest.raises(InvalidData, match=r"cat/odd\.png is no readable image: expected PNG, JPEG"):
         data.load(f"{root}/photos")
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import logging
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +29,7 @@ from cocofl import (
     freeze,
     split,
 )
-from cocofl.freeze import VARIANTS, Network, steps
+from cocofl.freeze import VARIANTS, Network, kernel_plan, patience, steps
 from cocofl.freeze.region import IntegerRegion
 from cocofl.models import MODELS
 
@@ -684,3 +686,22 @@ def test_shares_of_time_are_of_what_there_is_and_leave_no_trace(backend, kinds):
         assert all(torch.equal(tensor, before[key]) for key, tensor in net.state_dict().items())
         after = [p.grad for p in net.parameters() if p.grad is not None]
         assert all(torch.equal(one, two) for one, two in zip(gradients, after, strict=True))
+
+
+def test_what_takes_long_is_said_while_it_does_and_once(monkeypatch, caplog):
+    monkeypatch.setattr(patience, "LONG_S", 0.05)
+    monkeypatch.setattr(kernel_plan, "LONG_S", 0.05)
+    heard = []
+
+    def slow():
+        time.sleep(0.1)
+        heard.append(len(caplog.messages))
+        return {"int8": lambda: None, "float32": lambda: time.sleep(0.01)}
+
+    plan = KernelPlan(regions=True)
+    with caplog.at_level(logging.WARNING, "cocofl"):
+        assert [plan.choose_for_region(name, slow) for name in ("one", "two")] == ["int8"] * 2
+    assert heard == [1, 1]
+    assert [line.partition(";")[0] for line in caplog.messages] == [
+        "measuring which int8 kernels are fastest for this network on this machine"
+    ]

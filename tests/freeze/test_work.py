@@ -49,17 +49,25 @@ def test_what_stays_in_float_is_said_once(caplog: pytest.LogCaptureFixture) -> N
 def test_encoder_layers_are_counted_though_pytorch_runs_them_as_one_call() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.Sequential(nn.Linear(8, 16), layer, nn.Flatten(), nn.Linear(80, 3))
-    work = Network.of(split(model, torch.randn(2, 5, 8))).work
+    chain = split(model, torch.randn(2, 5, 8))
+    work = Network.of(chain).work
     weights = 4 * 16 * 16 + 2 * 16 * 32
     attention = 2 * 5 * 5 * 16
     assert sum(one.every for one in work[1:-1]) == 2 * 5 * weights + 2 * attention
+    assert sum(one.int8 for one in work[1:-1]) == 2 * 5 * (2 * 16 * 32)
+    described = freeze(chain, Span(0, 1), backend="reference").describe()
+    kernels = {row.operation: row.kernel for row in described if row.block}
+    assert kernels["linear 16→32 + relu"] == kernels["linear 32→16"] == "reference"
+    assert kernels["MultiheadAttention"] == "float32"
 
 
 def test_volumes_are_frozen_in_float() -> None:
     model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 3))
     x = torch.randn(2, 2, 6, 6, 6)
-    net = freeze(split(model, x), Span(1, 2), backend="reference")
-    assert net(x).shape == (2, 3)
+    chain = split(model, x)
+    assert freeze(chain, Span(1, 2), backend="reference")(x).shape == (2, 3)
+    assert "100 %" in (line := Network.of(chain).what_stays_float)
+    assert "Conv3d" in line
 
 
 class _Recurrent(nn.Module):
@@ -71,10 +79,19 @@ class _Recurrent(nn.Module):
         return self.layer(x)[0]
 
 
+class _Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
 @pytest.mark.parametrize(
     ("layer", "named"),
     [
-        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "TransformerEncoderLayer"),
+        (_Attending(), "MultiheadAttention"),
         (_Recurrent(nn.LSTM(8, 8, batch_first=True)), "LSTM"),
         (_Recurrent(nn.GRU(8, 8, batch_first=True)), "GRU"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "Linear"),

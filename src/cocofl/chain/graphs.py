@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,14 +125,54 @@ def has_matrix(module: nn.Module) -> bool:
 
 def is_container(module: nn.Module) -> bool:
     """Whether it is a plain ``nn.Sequential`` or the like, which says nothing about blocks."""
-    return type(module).__module__.startswith("torch.nn")
+    own = type(module)
+    return own.__module__.startswith("torch.nn") and own is not nn.TransformerEncoderLayer
 
 
-def run_encoder(encoder: nn.TransformerEncoder, x: Any) -> Any:
-    """What ``nn.TransformerEncoder`` does without masks; its own forward cannot be traced."""
+def run_in_parts(module: nn.Module, *args: Any, **kwargs: Any) -> Callable[[], Any] | None:
+    """How to run PyTorch's own encoders layer by layer; None for all else.
+
+    Their own forward chooses between ways that come to the same, and so cannot be traced.
+    """
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
+    if type(module) is nn.TransformerEncoder:
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        # A mask that is causal, which its content tells, goes another way.
+        masked = given.get("mask") is not None or given.get("is_causal")
+        return None if masked else functools.partial(_run_encoder, module, given)
+    if type(module) is nn.TransformerEncoderLayer:
+        return functools.partial(_run_encoder_layer, module, *args, **kwargs)
+    return None
+
+
+def _run_encoder(encoder: nn.TransformerEncoder, given: Mapping[str, Any]) -> Any:
+    x, padding = given["src"], given.get("src_key_padding_mask")
     for layer in encoder.layers:
-        x = layer(x)
+        x = layer(x) if padding is None else layer(x, src_key_padding_mask=padding)
     return x if encoder.norm is None else encoder.norm(x)
+
+
+def _run_encoder_layer(
+    layer: nn.TransformerEncoderLayer,
+    src: Any,
+    src_mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: bool = False,
+) -> Any:
+    def attended(x: Any) -> Any:
+        masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
+        how = {**masks, "need_weights": False, "is_causal": is_causal}
+        return layer.dropout1(layer.self_attn(x, x, x, **how)[0])
+
+    def fed_forward(x: Any) -> Any:
+        return layer.dropout2(layer.linear2(layer.dropout(layer.activation(layer.linear1(x)))))
+
+    if layer.norm_first:
+        x = src + attended(layer.norm1(src))
+        return x + fed_forward(layer.norm2(x))
+    x = layer.norm1(src + attended(src))
+    return layer.norm2(x + fed_forward(x))
 
 
 def bound_inputs(
@@ -139,11 +180,16 @@ def bound_inputs(
 ) -> tuple[Callable[..., Any], list[str]]:
     """How to call the model with this many inputs, or with inputs of these names; and all names."""
     signature = inspect.signature(model.forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        parts = run_in_parts(model, *args, **kwargs)
+        return parts() if parts else model.forward(*args, **kwargs)
+
     try:
         if not isinstance(inputs, int):
             names = list(inputs)
             signature.bind(**dict.fromkeys(names))
-            return lambda *values: model.forward(**dict(zip(names, values, strict=True))), names
+            return lambda *values: run(**dict(zip(names, values, strict=True))), names
         given = signature.bind(*range(inputs)).arguments
     except TypeError as error:
         count = inputs if isinstance(inputs, int) else len(inputs)
@@ -155,7 +201,7 @@ def bound_inputs(
     for name, value in given.items():
         several = isinstance(value, tuple)  # what ``*inputs`` takes in
         names += [f"{name}_{i}" for i in range(len(value))] if several else [name]
-    return model.forward, names
+    return run, names
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from cocofl.chain.graphs import (
     is_layer,
     left_as_it_was,
     own_line,
-    run_encoder,
+    run_in_parts,
     tensors_in,
 )
 
@@ -192,8 +192,8 @@ class Recorder(TorchFunctionMode):
         self._calls.append((path, module))
         try:
             if path not in self.opaque:
-                if type(module) is nn.TransformerEncoder and len(args) == 1 and not kwargs:
-                    return run_encoder(module, args[0])
+                if (parts := run_in_parts(module, *args, **kwargs)) is not None:
+                    return parts()
                 if not (is_layer(module) or has_matrix(module)):
                     return run(module, *args, **kwargs)
             self.values[path] = module

@@ -21,7 +21,7 @@ from cocofl.chain.graphs import (
     in_assertion,
     is_layer,
     left_as_it_was,
-    run_encoder,
+    run_in_parts,
 )
 from cocofl.errors import InvalidExample
 
@@ -118,10 +118,8 @@ class _Tracer(fx.Tracer):
         self.calls.append(Call(path, m, start, start))
         self.stack.append(path)
         try:
-            if type(m) is nn.TransformerEncoder and len(args) == 1 and not kwargs:
-                result = run_encoder(m, args[0])
-            else:
-                result = super().call_module(m, forward, args, kwargs)
+            parts = None if path in self.opaque else run_in_parts(m, *args, **kwargs)
+            result = parts() if parts else super().call_module(m, forward, args, kwargs)
         except Exception:
             self.failed_in = self.failed_in or tuple(self.stack)
             raise

@@ -229,4 +229,4 @@ def _image_folder(folder: Path) -> Given:
 
     states = "".join(f"{path}/{_state(path)}\n" for path in files)
     known = hashlib.sha256(states.encode()).hexdigest()
-    return Given(Images(np.arange(len(files)), read, known), labels, None, str(folder))
+    return Given(Images(np.arange(len(files)), read, known, files), labels, None, str(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,8 @@ class Images:
     """The files of some rows."""
     fingerprint: str
     """Differs where the files differ."""
+    files: Sequence[Path] = ()
+    """Where they lie, by row, if in files of their own."""
 
     def __len__(self) -> int:
         return len(self.rows)

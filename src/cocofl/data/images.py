@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from cocofl.errors import InvalidData
 
@@ -47,7 +48,7 @@ def decode(
             if pixels.size != (width, height):
                 pixels = resized(pixels, width, height)
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InvalidData(f"{where} is no readable image: {error}") from error
+        raise InvalidData(f"{where} is no readable image: {_why(error)}") from error
     return np.asarray(pixels, np.uint8).reshape(shape)
 
 
@@ -58,12 +59,16 @@ def decode_all(
     *,
     resize: bool,
     otherwise: str = OTHER_SET,
+    files: Iterable[str] | None = None,
 ) -> Iterator[Pixels]:
-    """Images in chunks of a few megabytes, so that a data set never has to fit in memory."""
+    """Images in chunks of a few megabytes, so that a data set never has to fit in memory.
+
+    Errors name the ``files``, if that is what they are.
+    """
     chunk_images = max(1, CHUNK_BYTES // int(np.prod(shape)))
     chunk: list[Pixels] = []
-    for row, data in enumerate(encoded):
-        own = f"image {row} of {where}"
+    named = (f"image {row} of {where}" for row in count()) if files is None else files
+    for data, own in zip(encoded, named, strict=False):
         chunk.append(decode(data, shape, own, resize=resize, otherwise=otherwise))
         if len(chunk) == chunk_images:
             yield np.stack(chunk)
@@ -83,4 +88,10 @@ def size_of(data: bytes, where: str) -> tuple[int, int]:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return image.height, image.width
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InvalidData(f"{where} is no readable image: {error}") from error
+        raise InvalidData(f"{where} is no readable image: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    """Pillow names a buffer of ours where it knows no format."""
+    known = ", ".join(FORMATS)
+    return f"expected {known}" if isinstance(error, UnidentifiedImageError) else str(error)

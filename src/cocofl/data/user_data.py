@@ -7,6 +7,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,10 +296,14 @@ def _images(given: Mapping[str, Images], data: UserData, name: str) -> _Inputs:
 
     def chunks(part: str) -> Callable[[], Iterator[Array]]:
         own = given[part]
-        resize, way_out = bool(data.size), "Say size = … to scale all to one size."
-        return lambda: images.decode_all(
-            own.read(own.rows), shape, f"{name}, {part}", resize=resize, otherwise=way_out
+        decoded = partial(
+            images.decode_all,
+            where=f"{name}, {part}",
+            resize=bool(data.size),
+            otherwise="Say size = … to scale all to one size.",
+            files=[str(own.files[row]) for row in own.rows] if own.files else None,
         )
+        return lambda: decoded(own.read(own.rows), shape)
 
     prints = {
         part: f"{own.fingerprint}{zlib.crc32(own.rows.tobytes())}" for part, own in given.items()

@@ -6,7 +6,6 @@ A plan makes a second run use the same kernels as the first, which bit-equal res
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,13 +32,16 @@ from cocofl.freeze.kernels import (
     why_not,
 )
 from cocofl.freeze.layout import channels_last
+from cocofl.freeze.patience import LONG_S, told_if_long
 from cocofl.numerics import Codes, Grid, as_float
 
-logger = logging.getLogger(__name__)
 _REPEATS = 7
 # Whole regions take long: where one is so much faster than the other, one look is enough.
 _CLEAR = 0.8
-_LONG = 2.0  # seconds after which a person wants to know
+_MEASURING = (
+    "measuring which int8 kernels are fastest for this network on this machine; "
+    "pass freeze(…, plan=…) a saved KernelPlan to do so once"
+)
 INT8, FLOAT = "int8", "float32"
 """What a whole region may be computed in."""
 _FORMAT = "cocofl kernel plan 1"
@@ -71,7 +73,7 @@ class KernelPlan:
         self._choices, self._fixed, self.regions = dict(choices or {}), fixed, regions
         self._kernels: dict[str, Kernel] = {}
         """By name, those that were looked up."""
-        self._measured_s = 0.0
+        self._measured_s, self._is_measuring = 0.0, False
 
     @property
     def choices(self) -> dict[str, str]:
@@ -107,15 +109,17 @@ class KernelPlan:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Say what takes so long, once."""
-        begin, was_short = time.perf_counter(), self._measured_s < _LONG
-        yield
-        self._measured_s += time.perf_counter() - begin
-        if was_short and self._measured_s >= _LONG:
-            logger.warning(
-                "measuring which int8 kernels are fastest for this network on this machine; "
-                "pass freeze(…, plan=…) a saved KernelPlan to do so once"
-            )
+        """Say once what takes so long. Within a region its maps are measured, if they are new."""
+        if self._is_measuring or self._measured_s >= LONG_S:
+            yield
+            return
+        begin, self._is_measuring = time.perf_counter(), True
+        try:
+            with told_if_long(_MEASURING, self._measured_s):
+                yield
+        finally:
+            self._is_measuring = False
+            self._measured_s += time.perf_counter() - begin
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""

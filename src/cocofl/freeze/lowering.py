@@ -353,8 +353,10 @@ def _describe(op: Operation, block: nn.Module) -> str:
         return str(op.activation)
     if isinstance(op, CatOp):
         return "concatenate"
-    kind = _kind(op.nodes[-1], block) or op.nodes[-1].target
+    # Of a layer that returns several values, not that one of them is taken.
+    telling = next((node for node in op.nodes if node.op == "call_module"), op.nodes[-1])
+    kind = _kind(telling, block) or telling.target
     if kind is adapter:
-        down: Any = op.nodes[-1].args[2]
+        down: Any = telling.args[2]
         return f"adapter of rank {len(attrgetter(down.target)(block))}"
     return getattr(kind, "__name__", str(kind))

@@ -20,6 +20,7 @@ from cocofl.freeze.kernel_plan import FLOAT, INT8, KernelPlan
 from cocofl.freeze.kernels import backend_names, kernel, safe_weight_bits
 from cocofl.freeze.layout import channels_first, channels_last
 from cocofl.freeze.network import Network
+from cocofl.freeze.patience import told_if_long
 from cocofl.freeze.recomputing import recomputed
 from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings, LearningRegion
 from cocofl.freeze.scale_notes import ScaleMeter, ScaleNotes
@@ -68,7 +69,7 @@ def freeze(
     >>> sorted(net.update().tensors)
     ['2.bias', '2.weight']
     """
-    network = Network.of(chain)
+    network = chain if isinstance(chain, Network) else _looked_at(chain)
     blocks = _learning(network, blocks)
     _check_settings(variant, backend, headroom, weight_bits)
     if state is None:
@@ -91,6 +92,11 @@ def freeze(
         else:
             parts.append(integer_part(part_of, region, role, own, settings))
     return FrozenNet(network, blocks, parts)
+
+
+def _looked_at(chain: BlockChain) -> Network:
+    with told_if_long("looking at what this network computes; freezing it again takes less"):
+        return Network.of(chain)
 
 
 def first_blocks(chain: BlockChain | Network, count: int, state: State) -> FrozenNet:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from cocofl.chain.graphs import is_layer
@@ -258,6 +259,42 @@ class _Replay(NamedTuple):
     others: dict[str, Any]
 
 
+def _watched(value: Tensor) -> Tensor:
+    """A value that a gradient can be asked of, which lives no longer than somebody reads it."""
+    leaf = value.detach().requires_grad_()
+    own = leaf.view_as(leaf)
+    leaf.data = value.new_empty(0)  # it stays in the graph, and would keep the value alive
+    return own
+
+
+class _Graph:
+    """Autograd's graph of a node by its ends: it keeps what backward reads, and no other tensor."""
+
+    def __init__(self, inputs: dict[str, Tensor], result: Tensor) -> None:
+        self._inputs = {name: get_gradient_edge(x) for name, x in inputs.items()}
+        self._like = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+        self._result = get_gradient_edge(result)
+
+    def backward(self, gradient: Tensor) -> dict[str, Tensor | None]:
+        """The gradients of the inputs."""
+        operation: Any = self._result.node
+        names = {edge.node: name for name, edge in self._inputs.items()}
+        reads = [before and names.get(before, "") for before, _ in operation.next_functions]
+        if "" in reads or not callable(operation) or len(operation._input_metadata) > 1:
+            ends = list(self._inputs.values())
+            found = torch.autograd.grad([self._result], ends, gradient, allow_unused=True)
+            return dict(zip(self._inputs, found, strict=True))
+        # One operation by itself: autograd's engine takes longer than most of them, and adds this.
+        parts = operation(gradient)
+        gradients: dict[str, Tensor | None] = {}
+        for name, part in zip(reads, parts if isinstance(parts, tuple) else [parts], strict=True):
+            if name is not None and part is not None:
+                shape, dtype = self._like[name]
+                own, others = part.sum_to_size(shape).to(dtype), gradients.get(name)
+                gradients[name] = own if others is None else others + own
+        return gradients
+
+
 class NodeStep(Step):
     """A node computed as it stands in the graph: in float32, or on codes where it only moves them.
 
@@ -278,10 +315,8 @@ class NodeStep(Step):
             return coded, _Replay(source.values.shape, others)
         if not keep:
             return self._apply(lambda name: floats_of(env[name])), None
-        leaves, result = self._traced(env)
-        if isinstance(result, Tensor):
-            return result.detach(), (leaves, result) if result.requires_grad else None
-        return result, None
+        result, graph = self._traced(env)
+        return _changed(result, Tensor, Tensor.detach), graph
 
     def _apply(self, read: Callable[[str], Any]) -> Any:
         def own(name: str) -> Any:
@@ -290,33 +325,34 @@ class NodeStep(Step):
 
         return self._op.run(own, self._functions.__getitem__)
 
-    def _traced(self, env: Environment) -> tuple[dict[str, Tensor], Any]:
-        leaves = {
-            name: value.detach().requires_grad_(name not in env.constants)
-            for name in dict.fromkeys(self.inputs)
-            if isinstance(value := floats_of(env[name]), Tensor) and value.is_floating_point()
-        }
+    def _traced(self, env: Environment) -> tuple[Any, _Graph | None]:
+        """The result and, where it is a tensor that a gradient can pass, autograd's graph."""
+        floats = {name: floats_of(env[name]) for name in dict.fromkeys(self.inputs)}
         with torch.enable_grad():
-            result = self._apply(
-                lambda name: leaves[name] if name in leaves else floats_of(env[name])
-            )
-        return leaves, result
+            watched = {
+                name: _watched(value)
+                for name, value in floats.items()
+                if _has_gradient(value) and name not in env.constants
+            }
+            result = self._apply((floats | watched).__getitem__)
+        passes = isinstance(result, Tensor) and result.requires_grad
+        return result, _Graph(watched, result) if passes else None
 
     def backward(self, kept: Any, gradient: Gradient, sink: Sink) -> None:
         """Autograd, over this node alone."""
         if kept is None:
             return
-        arrived = as_float(gradient)
+        arrived, graph = as_float(gradient), kept
         if isinstance(kept, _Replay):
             blank = torch.empty(kept.shape, device=arrived.device)
-            leaves, result = self._traced(Environment({self.inputs[0]: blank} | kept.others))
-        else:
-            leaves, result = kept
-        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        found = torch.autograd.grad(result, list(leaves.values()), arrived, allow_unused=True)
-        for name, part in zip(leaves, found, strict=True):
+            _, graph = self._traced(Environment({self.inputs[0]: blank} | kept.others))
+        for name, part in graph.backward(arrived).items():
             if part is not None:
                 sink.put(name, part)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _raw(value: Any) -> Any:
