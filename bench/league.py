@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--splits", nargs="+", default=SPLITS)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--csv", type=Path, default=Path("results/league.csv"))
+    parser.add_argument("--csv", type=Path, default=Path("bench/results/league.csv"))
     parser.add_argument("--picture", type=Path, default=Path("docs/images/league.png"))
     parser.add_argument("--again", action="store_true")
     asked = parser.parse_args()

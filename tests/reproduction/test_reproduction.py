@@ -296,7 +296,7 @@ def test_an_unfinished_run_is_named(call: Call, tmp_path: Path) -> None:
         (["table2", "--rows", "mobilenet-cifar10-rd"], "did you mean mobilenet-cifar10-rc"),
         (["table2", "--rows", "mobilenet"], "there is no row mobilenet"),
         (["table2", "--strategies", "cocofi"], "did you mean cocofl"),
-        (["table2", "--strategies", "x"], "expected one of cocofl, heterofl"),
+        (["table2", "--strategies", "x"], "expected one of cocofl, cocofl+, heterofl"),
         (["ablation", "--limits", "0.2,-1"], "--limits 0.2,-1: -1 is no share"),
         (["table2", "--read", "--also", __file__], "it lacks column 'row'"),
         (["table2", "--read", "--also", "nothing.csv"], "nothing.csv is not a file of results"),
