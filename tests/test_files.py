@@ -244,6 +244,7 @@ print(len(machine_plan().choices))
 """
 
 
+@pytest.mark.slow
 def test_fifty_processes_that_share_a_cache_keep_all_choices(tmp_path: Path) -> None:
     environment = {**os.environ, "COCOFL_CACHE": str(tmp_path)}
     done = subprocess.run(

@@ -162,6 +162,7 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_costs_are_measured_with_adapters_in_place(tmp_path: Path) -> None:
     settings = Settings(MODEL, 8, rank=2, backend="reference")
     prepare(tmp_path, settings)

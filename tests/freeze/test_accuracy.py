@@ -185,6 +185,7 @@ def test_200_steps_behind_a_frozen_block_end_as_low_as_full_training(variant: st
     assert mean_loss_after((Span(1, 5),) * 10, variant) < 1.1 * full
 
 
+@pytest.mark.slow
 def test_200_steps_before_passing_blocks_end_as_low_in_int8_as_in_float() -> None:
     """Freezing a third of a network has its price; doing it in int8 must not add to it."""
     spans = (EVERYTHING,) * 5 + (Span(0, 3),) * 10

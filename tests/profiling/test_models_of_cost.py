@@ -101,7 +101,7 @@ def test_a_timeline_counts_what_is_alive_between_marks() -> None:
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        ("mobilenet", "qff"),
+        pytest.param("mobilenet", "qff", marks=pytest.mark.slow),
         pytest.param("mobilenet", "f", marks=pytest.mark.slow),
         pytest.param("densenet40", "qff", marks=pytest.mark.slow),
         pytest.param("transformer", "ff", marks=pytest.mark.slow),
@@ -125,7 +125,7 @@ def test_replayed_memory_of_sets_with_gaps_lies_between_their_parts_and_full_tra
     assert memory.peak_bytes(Blocks("0:1+2:3")) <= 1.1 * full
 
 
-@pytest.mark.parametrize("variant", ["f", "qff"])
+@pytest.mark.parametrize("variant", [pytest.param("f", marks=pytest.mark.slow), "qff"])
 def test_replayed_memory_of_spans_beside_the_classifier_errs_on_the_high_side(variant) -> None:
     chain, inputs, build = tiny("mobilenet", variant)
     n = len(chain)
