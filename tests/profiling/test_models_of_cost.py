@@ -101,7 +101,7 @@ def test_a_timeline_counts_what_is_alive_between_marks() -> None:
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        pytest.param("mobilenet", "qff", marks=pytest.mark.slow),
+        ("mobilenet", "qff"),
         pytest.param("mobilenet", "f", marks=pytest.mark.slow),
         pytest.param("densenet40", "qff", marks=pytest.mark.slow),
         pytest.param("transformer", "ff", marks=pytest.mark.slow),
