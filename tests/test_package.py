@@ -91,7 +91,7 @@ def test_what_the_install_page_says_works_in_a_clean_environment(tmp_path: Path)
     commands = re.findall(r"^\$ (.*)$", (ROOT / "docs/start/install.md").read_text(), re.M)
     assert "pip install '.[report]'" in commands
     for command in commands:
-        # CI runs `make demo` itself; PyTorch's index is not for everyone to reach.
+        # `make demo` is the quick start below; PyTorch's index is not for everyone to reach.
         if command != "make demo" and "download.pytorch.org" not in command:
             run(command.replace("/path/to/", f"{tree}/"))
     assert run("cd / && cocofl --version") == f"cocofl {cocofl.__version__}\n"

@@ -19,9 +19,9 @@ from cocofl.numerics import SIGNED_LEVELS, StackedGrid
 from cocofl.vector.kernels.base import Activation, Kept
 
 _TILE = 2048  # float32 numbers that a program holds at a time
-_PROGRAMS = 528  # that sum something up: enough to fill a large GPU, and each has much to read
+_PROGRAMS = 528  # that look for the largest number: enough to fill a large GPU
 _LINE = 32  # elements of a row that are worth reading at a time
-_CHUNKS = 128  # partial sums per channel, at most
+_CHUNKS = 128  # such programs per device, at most
 
 # Triton compiles a kernel anew for sizes and addresses that are multiples of 16, and each takes a
 # third of a second. Only the channels and the large tensors gain from it: these do not.
@@ -51,15 +51,15 @@ def blocks(x: Tensor) -> tuple[int, int]:
     return max(1, min(room // across, triton.next_power_of_2(n))), across
 
 
-def _chunks(devices: int, n: int, down: int, wide: int) -> tuple[int, int]:
-    """How many tiles each program of a sum goes through, and how many programs there are."""
-    tiles = triton.cdiv(n, down)
-    turns = max(1, devices * wide * tiles // _PROGRAMS, triton.cdiv(tiles, _CHUNKS))
+def _chunks(devices: int, n: int) -> tuple[int, int]:
+    """How many tiles each program of a device goes through, and how many programs there are."""
+    tiles = triton.cdiv(n, _TILE)
+    turns = max(1, devices * tiles // _PROGRAMS, triton.cdiv(tiles, _CHUNKS))
     return turns, triton.cdiv(tiles, turns)
 
 
 def _room(chunks: int) -> int:
-    """For partial sums: few sizes, so that few kernels are compiled."""
+    """For what each found: few sizes, so that few kernels are compiled."""
     return 16 if chunks <= 16 else _CHUNKS
 
 
@@ -96,7 +96,7 @@ def largest(x: Tensor, rows: Tensor) -> Tensor:
     """max|x| / 127 of each device, over its valid rows."""
     x = x.detach().contiguous()
     d, n, channels = x.shape
-    turns, chunks = _chunks(d, n * channels, _TILE, 1)
+    turns, chunks = _chunks(d, n * channels)
     parts, scale = torch.empty(d, chunks, device=x.device), torch.empty(d, device=x.device)
     _largest[d, chunks](x, rows, parts, n * channels, channels, turns, BN=_TILE)
     _widest[(d,)](parts, scale, chunks, float(SIGNED_LEVELS), BK=_room(chunks))
