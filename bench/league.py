@@ -1,7 +1,8 @@
 """Every strategy under one budget: plays the league, and writes down what came of it.
 
     python bench/league.py OUT [--experiments FILE ...] [--strategies NAME ...] [--splits NAME ...]
-        [--rates NUMBER ...] [--at-once 2] [--csv FILE] [--picture FILE] [--again]
+        [--rates NUMBER ...] [--seeds NUMBER ...] [--at-once 2] [--csv FILE] [--picture FILE]
+        [--again]
 
 Each experiment is played like ``cocofl compare FILE --strategies all --splits iid,dirichlet,rc``:
 three seeds, and for each strategy and split the better of two learning rates, by a seed that is not
@@ -46,7 +47,7 @@ def play(asked: argparse.Namespace, file: Path, split: str) -> None:
         # One process trains, and another league has the other core.
         Experiment.load(file).changed({"engine.workers": 1}),
         strategies=asked.strategies,
-        seeds=SEEDS,
+        seeds=asked.seeds,
         out=asked.out / file.stem,
         splits=[split],
         lr_grid=asked.rates,
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--splits", nargs="+", default=SPLITS)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--csv", type=Path, default=Path("bench/results/league.csv"))
     parser.add_argument("--picture", type=Path, default=Path("docs/images/league.png"))
