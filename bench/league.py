@@ -57,9 +57,15 @@ def play(asked: argparse.Namespace, file: Path, split: str) -> None:
     )
 
 
+def finished(folder: Path) -> list[Run]:
+    """What was played to its end of one experiment."""
+    return [run for run in find_runs([folder]) if run.folder.is_complete]
+
+
 def by_split(folder: Path) -> dict[str, Scene]:
-    """What was played of one experiment."""
-    return {one.lines[0].runs[0].experiment.data.split: one for one in arrange(find_runs([folder]))}
+    """What was played of one experiment, in the order of the splits."""
+    found = {one.lines[0].runs[0].experiment.data.split: one for one in arrange(finished(folder))}
+    return {split: found[split] for split in SPLITS if split in found}
 
 
 def mean_places(scenes: Sequence[Scene]) -> dict[str, float]:
@@ -192,7 +198,7 @@ def main() -> None:
     leagues = {folder.name: by_split(folder) for folder in folders if folder.exists()}
     for name, scenes in leagues.items():
         print(f"\n## {name}\n", *table(scenes), sep="\n")
-    write_csv(asked.csv, find_runs([one for one in folders if one.exists()]))
+    write_csv(asked.csv, [run for one in folders if one.exists() for run in finished(one)])
     draw(asked.picture, leagues)
 
 
