@@ -11,12 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cocofl import Span, chain_state, split
+from cocofl.freeze.kernels import Geometry
 from cocofl.models import MODELS
 from cocofl.models.widths import places
 from cocofl.numerics import snap, stacked_grid
 from cocofl.vector import Adam, Cohort, DeviceWork, Sgd
 from cocofl.vector.kernels import plain as definition
-from cocofl.vector.kernels.base import Activation, Dropping, Kept, Norm
+from cocofl.vector.kernels.base import (
+    Activation,
+    Coefficients,
+    Dropping,
+    Kept,
+    Norm,
+    Reading,
+    from_rows,
+    rows_of,
+)
 from cocofl.vector.kernels.choice import KernelSet
 from cocofl.vector.training.execution import Precision
 from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
@@ -300,6 +310,66 @@ def test_norms(few: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):  # what programs tell each other is forgotten between launches
         for a, b in zip(both_ways(definition), both_ways(kernels), strict=True):
             assert relative(a, b) < 5e-3  # where one ReLU opens here only
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "geometry"),
+    [
+        (24, 144, Geometry()),
+        (144, 24, Geometry()),
+        (40, 40, Geometry((1, 1), (1, 1), (1, 1), 40)),
+        (40, 40, Geometry((2, 2), (1, 1), (1, 1), 40)),
+    ],
+    ids=["wider", "narrower", "by channel", "strided"],
+)
+def test_convolutions_finish_what_they_read(
+    inputs: int, outputs: int, geometry: Geometry, reads: bool, rounds: bool
+) -> None:
+    """Against float64; one device has fewer samples, and one did not ask for gradients."""
+    torch.manual_seed(0)
+    devices, samples, side = 3, 5, 12
+    taps = 3 if geometry.groups > 1 else 1
+    x = torch.randn(devices, samples, side, side, inputs, device="cuda").permute(0, 1, 4, 2, 3)
+    w = torch.randn(devices, outputs, inputs // geometry.groups, taps, taps, device="cuda")
+    valid = torch.tensor([5, 3, 5], dtype=torch.int32, device="cuda")
+    asked = torch.tensor([True, True, False], device="cuda")
+    c = Coefficients(*torch.randn(4, devices, inputs, device="cuda"))
+    signed = torch.zeros(devices, dtype=torch.bool, device="cuda")
+    grid = stacked_grid(torch.full((devices,), 0.05, device="cuda"), ~signed) if rounds else None
+    reading = Reading(c, Activation(True, 2.0), grid) if reads else None
+    with Precision("tf32").active():
+        kernels = KernelSet.on(x.device).convolution(x, w.shape[1:], geometry)
+        assert kernels is not None
+        assert kernels.reads
+        y, moments = kernels.forward(x, w, geometry, reading, valid)
+        g = torch.randn_like(y)
+        gx = kernels.input(g, w, x, geometry, asked)
+        gw = kernels.weight(g, x, w, geometry, asked, reading)
+    assert moments is not None
+
+    read = definition.read(rows_of(x), reading)
+    exact = from_rows(read, x).double().requires_grad_()
+    weights = w.double().requires_grad_()
+    each = zip(exact, weights, strict=True)
+    more = geometry.stride, geometry.padding, geometry.dilation, geometry.groups
+    expected = torch.stack([F.conv2d(a, b, None, *more) for a, b in each])
+    gx_expected, gw_expected = torch.autograd.grad(expected, (exact, weights), g.double())
+    close = 1e-3 if taps == 1 else 1e-6  # with matrix units, or without
+    assert relative(expected, y) < close
+    assert relative(gx_expected[:2], gx[:2]) < close
+    assert relative(gw_expected[:2], gw[:2]) < close
+    assert not gw[2].any()
+    rows = valid * y.shape[3] * y.shape[4]
+    frozen = torch.randn(2, devices, outputs, device="cuda")
+    norm = Norm(None, None, None, None, None, 0.1, 1e-5, ~signed, signed[:, None], *frozen)
+    own = KernelSet.on(x.device).norms(rows_of(y))
+    found = own.coefficients(rows_of(y), rows, norm, moments)
+    for a, b in zip(definition.coefficients(rows_of(y), rows, norm), found, strict=True):
+        assert relative(a, b) < 1e-5
+    for a, b in zip(own.coefficients(rows_of(y), rows, norm), found, strict=True):
+        assert relative(a, b) < 1e-5
 
 
 @pytest.mark.parametrize("counts", [None, (24, 5, 16)], ids=["all", "leading"])

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cocofl.freeze.kernels import Geometry
 from cocofl.numerics import StackedGrid
 
 
@@ -47,6 +48,30 @@ class Coefficients(NamedTuple):
     offset: Tensor
     mean: Tensor
     rstd: Tensor
+
+
+class Reading(NamedTuple):
+    """What is left to do to a value, by whoever reads it: ``round(activation(norm(y)))``."""
+
+    c: Coefficients
+    activation: Activation
+    grid: StackedGrid | None
+
+
+class Moments(NamedTuple):
+    """Of pieces of what a layer made, as its kernel saw them: (device, piece, channel)."""
+
+    mean: Tensor
+    squares: Tensor
+    """Sums of squared deviations from the piece's mean."""
+    counted: Tensor
+    """How many rows of a piece count, (device, piece)."""
+
+    @classmethod
+    def empty(cls, devices: int, pieces: int, channels: int, on: torch.device) -> Moments:
+        """Room for them."""
+        shape = devices, pieces, channels
+        return cls(*(torch.empty(s, device=on) for s in (shape, shape, shape[:2])))
 
 
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -107,6 +132,11 @@ class Dropping(NamedTuple):
 
     p: float
     active: Tensor
+
+
+def is_pointwise(shape: Sequence[int], geometry: Geometry) -> bool:
+    """Whether a convolution only mixes channels (be it at every other position)."""
+    return tuple(shape[-2:]) == (1, 1) and geometry.padding == (0, 0) and geometry.groups == 1
 
 
 def rows_of(x: Tensor, *, image: bool = True) -> Tensor:

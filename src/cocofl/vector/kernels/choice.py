@@ -6,18 +6,19 @@ and shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels import plain
+from cocofl.vector.kernels.base import Moments, is_pointwise
 
 _HEAD_CHANNELS = 128  # of which a tile still fits
 _SMALL = 512  # channels up to which a linear layer does little with what it reads
@@ -27,12 +28,21 @@ _ROW = 4096  # channels that a program can hold at a time
 class LayerKernels(NamedTuple):
     """The kernels of one kind of layer with weights."""
 
-    forward: Callable[..., Tensor]
-    """From ``x``, weights and geometry."""
+    forward: Callable[..., tuple[Tensor, Moments | None]]
+    """From ``x``, weights, geometry, and, if it ``reads``, what is left to do to ``x``, and how
+    many samples of each device count in the moments of the result."""
     input: Callable[..., Tensor]
     """The gradient of ``x``, from that of the result, weights, ``x``, geometry, and who asks."""
     weight: Callable[..., Tensor]
-    """The weights' gradient, from that of the result, ``x``, weights, geometry, and who asks."""
+    """The weights' gradient, from that of the result, ``x``, weights, geometry, who asks, and,
+    if it ``reads``, what is left to do to ``x``."""
+    reads: bool = False
+    """Whether it finishes what it reads, and takes moments of what it makes."""
+
+
+def unfinishing(forward: Callable[[Tensor, Tensor, Geometry], Tensor]) -> Callable[..., Any]:
+    """A kernel that reads what is finished, and takes no moments, called like those that do."""
+    return lambda x, w, geometry, *_: (forward(x, w, geometry), None)
 
 
 @dataclass(frozen=True)
@@ -68,19 +78,27 @@ class KernelSet:
         small = max(outs, x.shape[-1]) <= _SMALL
         return self.own("linear", x) if small and not _is_exact(x) else None
 
-    def convolution(self, x: Tensor, w: Tensor, geometry: Geometry) -> LayerKernels | None:
+    def convolution(
+        self, x: Tensor, shape: Sequence[int], geometry: Geometry
+    ) -> LayerKernels | None:
         """Our own convolutions, where they run and are the faster ones.
 
-        They are 3×3 of each channel by itself, or of all channels with all; ``w`` is (device, out,
-        in per group, height, width).
+        They are 3×3 of each channel by itself, 1×1, or of all channels with all; ``shape`` is that
+        of a device's weight: out, in per group, height, width.
         """
         if geometry.dilation != (1, 1):
             return None
-        by_channel = w.shape[1] == geometry.groups and w.shape[2] == 1
-        if by_channel and tuple(w.shape[3:]) == (3, 3) and (own := self.own("depthwise", x)):
-            return LayerKernels(own.depthwise, own.depthwise_input, own.depthwise_weight)
-        if geometry.groups == 1 and not _is_exact(x) and (own := self.own("dense", x)):
-            return LayerKernels(own.dense, own.dense_input, own.dense_weight)
+        by_channel = shape[0] == geometry.groups and shape[1] == 1
+        if by_channel and tuple(shape[2:]) == (3, 3) and (own := self.own("depthwise", x)):
+            ways = own.depthwise, own.depthwise_input, own.depthwise_weight
+            return LayerKernels(*ways, reads=True)
+        if _is_exact(x) or geometry.groups > 1:
+            return None
+        if is_pointwise(shape, geometry) and (own := self.own("pointwise", x)):
+            ways = own.pointwise, own.pointwise_input, own.pointwise_weight
+            return LayerKernels(*ways, reads=True)
+        if own := self.own("dense", x):
+            return LayerKernels(unfinishing(own.dense), own.dense_input, own.dense_weight)
         return None
 
     def attention(
@@ -114,6 +132,7 @@ def _triton_modules() -> dict[str, ModuleType]:
         triton_depthwise,
         triton_linear,
         triton_norms,
+        triton_pointwise,
         triton_rows,
     )
 
@@ -124,6 +143,7 @@ def _triton_modules() -> dict[str, ModuleType]:
         "depthwise": triton_depthwise,
         "linear": triton_linear,
         "norms": triton_norms,
+        "pointwise": triton_pointwise,
         "rows": triton_rows,
     }
 

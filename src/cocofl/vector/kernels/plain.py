@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from cocofl.numerics import SIGNED_LEVELS, StackedGrid, snap, stacked_grid
-from cocofl.vector.kernels.base import Activation, Coefficients, Gradients, Kept, Norm
+from cocofl.vector.kernels.base import (
+    Activation,
+    Coefficients,
+    Gradients,
+    Kept,
+    Moments,
+    Norm,
+    Reading,
+)
 
 
 def largest(x: Tensor, rows: Tensor) -> Tensor:
@@ -18,14 +26,27 @@ def largest(x: Tensor, rows: Tensor) -> Tensor:
     return _valid(x.detach(), rows).flatten(1).abs().amax(1).float() / SIGNED_LEVELS
 
 
-def _coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
-    """Normalise with the batch where a device trains, else with what was folded."""
-    wide = torch.promote_types(y.dtype, torch.float32)
-    # Sums in float64, like those of PyTorch's own norms on the CPU: int8 codes show the last bit.
+def moments_of(y: Tensor, rows: Tensor) -> Moments:
+    """Of all valid rows as one piece.
+
+    Sums are in float64, like those of PyTorch's own norms on the CPU: int8 codes show the last bit.
+    """
     own, n = _valid(y, rows).double(), rows.clamp_min(1).double()[:, None]
     mean = own.sum(1) / n
-    centered = _valid(own - mean[:, None], rows)
-    variance = centered.square().sum(1) / n
+    squares = _valid(own - mean[:, None], rows).square().sum(1)
+    return Moments(mean[:, None], squares[:, None], n)
+
+
+def coefficients(
+    y: Tensor, rows: Tensor, norm: Norm, moments: Moments | None = None
+) -> Coefficients:
+    """Normalise with the batch where a device trains, else with what was folded."""
+    moments = moments or moments_of(y, rows)
+    wide = norm.frozen_factor.dtype
+    count, n = moments.counted[:, :, None], rows.clamp_min(1).to(moments.mean.dtype)[:, None]
+    mean = (moments.mean * (count / n[:, None])).sum(1)
+    apart = moments.mean - mean[:, None]
+    variance = (moments.squares + apart.square() * count).sum(1) / n
     rstd = torch.rsqrt(variance + norm.eps).to(wide)
     mean, variance, n = mean.to(wide), variance.to(wide), n.to(wide)
     norm.track(mean, variance, n)
@@ -40,6 +61,13 @@ def _coefficients(y: Tensor, rows: Tensor, norm: Norm) -> Coefficients:
         mean,
         rstd,
     )
+
+
+def read(y: Tensor, reading: Reading | None) -> Tensor:
+    """Rows with what was left to do to them."""
+    if reading is None:
+        return y
+    return _finished(_scaled(y, reading.c), None, reading.activation, reading.grid).to(y.dtype)
 
 
 def finish(
@@ -61,9 +89,10 @@ def normalise(
     addend: Tensor | None,
     activation: Activation,
     grid: StackedGrid | None,
+    moments: Moments | None = None,
 ) -> tuple[Tensor, Coefficients]:
     """``round(activation(factor · y + offset + addend))``, and the coefficients."""
-    c = _coefficients(y, rows, norm)
+    c = coefficients(y, rows, norm, moments)
     return _finished(_scaled(y, c), addend, activation, grid).to(y.dtype), c
 
 

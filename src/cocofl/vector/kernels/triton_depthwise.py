@@ -1,4 +1,8 @@
-"""3×3 convolutions of each channel by itself, images channels last: (device · sample, h, w, c)."""
+"""3×3 convolutions of each channel by itself, images channels last: (device · sample, h, w, c).
+
+Like :mod:`~cocofl.vector.kernels.triton_pointwise` they finish what they read, and take moments of
+what they make.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
+from cocofl.vector.kernels.base import Moments, Reading
+from cocofl.vector.kernels.triton_rows import grid_of, read_finished, reading_parts
 
 _TILE = 2048  # positions times channels that a program holds at a time
 _SUMMED = 1024  # the same where nine taps are summed up at once
@@ -18,17 +24,41 @@ _PROGRAMS, _TURNS = 2048, 16  # of them, at most; and tiles that each takes, at 
 
 # Only channels, and what is divided by, gain from a kernel compiled for their size.
 _SIZES = ("samples", "height", "width", "out_height", "out_width", "turns", "stride")
+_OF_DEVICES = ("W", "ASKED", "OUT", "FACTOR", "OFFSET", "SCALE", "PER_STEP", "LOW", "HIGH")
+_OF_DEVICES += ("VALID", "MEAN", "SQUARES", "COUNT")
 _compiled_once = partial(
-    triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=("W", "ASKED", "OUT")
+    triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_DEVICES
 )
+
+
+@triton.jit
+def _coefficients(FACTOR, OFFSET, at, inside, READS: tl.constexpr):
+    """What a norm does to channels, if something reads what is not finished."""
+    factor, offset = 1.0, 0.0
+    if READS:
+        factor = tl.load(FACTOR + at, mask=inside, other=0.0)
+        offset = tl.load(OFFSET + at, mask=inside, other=0.0)
+    return factor, offset
+
+
+@triton.jit
+def _store_moments(MEAN, SQUARES, COUNT, piece, channels, c, mean, squares, count):
+    """Of one piece of all channels' rows."""
+    at = piece * channels + c
+    tl.store(MEAN + at, mean, mask=c < channels)
+    tl.store(SQUARES + at, squares, mask=c < channels)
+    tl.store(COUNT + piece, count.to(tl.float32))
+
 
 # Positions come first in a grid, images last: programs that run side by side read the same rows.
 
 
 @_compiled_once
 def _convolve(
-    X, W, ASKED, Y, stride, samples, height, width, out_height, channels, OUT_WIDTH: tl.constexpr,
-    BACK: tl.constexpr,
+    X, W, ASKED, Y, FACTOR, OFFSET, SCALE, PER_STEP, LOW, HIGH, upper, VALID, MEAN, SQUARES, COUNT,
+    stride, samples, height, width, out_height, channels, OUT_WIDTH: tl.constexpr,
+    BACK: tl.constexpr, READS: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
+    ROUNDS: tl.constexpr, SUMS: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -41,6 +71,8 @@ def _convolve(
     inside = (p < out_height * OUT_WIDTH) & (c < channels)
     if BACK:
         inside = inside & (tl.load(ASKED + d) != 0)
+    factor, offset = _coefficients(FACTOR, OFFSET, d * channels + c, c < channels, READS)
+    grid = grid_of(d, SCALE, PER_STEP, LOW, HIGH, ROUNDS)
     total = tl.zeros((BP, BC), tl.float32)
     begin = X + image * height * width * channels
     for i in tl.static_range(3):
@@ -54,19 +86,38 @@ def _convolve(
                 row, column = h * STRIDE_H + i - PAD_H, w * STRIDE_W + j - PAD_W
                 there = inside & (row >= 0) & (row < height) & (column >= 0) & (column < width)
             at = (row * width + column) * channels + c
-            x = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
+            x = read_finished(
+                begin + at, there, factor, offset, upper, grid, READS, ACTIVATION, CAPPED, ROUNDS
+            )
             tap = tl.load(W + d * stride + c * 9 + i * 3 + j, mask=c < channels, other=0.0)
             total += x * tap
     tl.store(Y + (image * out_height * OUT_WIDTH + p) * channels + c, total, mask=inside)
+    if SUMS:
+        size = tl.minimum(out_height * OUT_WIDTH - tl.program_id(0) * BP, BP)
+        count = tl.where(image % samples < tl.load(VALID + d), size, 0)
+        mean = tl.sum(total, 0)[None, :] / tl.maximum(size, 1).to(tl.float32)
+        off = tl.where(inside, total - mean, 0.0)
+        piece = image * tl.num_programs(0) + tl.program_id(0)
+        squares = tl.where(count > 0, tl.sum(off * off, 0)[None, :], 0.0)
+        _store_moments(MEAN, SQUARES, COUNT, piece, channels, c, mean, squares, count)
 
 
 @triton.jit
-def _row_of_taps(sums, g, source, channels, first, second, third):
+def _row_of_taps(
+    sums, g, source, channels, first, second, third, factor, offset, upper, grid,
+    READS: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
     """Three taps side by side, each with whether there is something."""
     left, middle, right = sums
-    left += tl.load(source, mask=first, other=0.0).to(tl.float32) * g
-    middle += tl.load(source + channels, mask=second, other=0.0).to(tl.float32) * g
-    right += tl.load(source + 2 * channels, mask=third, other=0.0).to(tl.float32) * g
+    left += g * read_finished(
+        source, first, factor, offset, upper, grid, READS, ACTIVATION, CAPPED, ROUNDS
+    )
+    middle += g * read_finished(
+        source + channels, second, factor, offset, upper, grid, READS, ACTIVATION, CAPPED, ROUNDS
+    )
+    right += g * read_finished(
+        source + 2 * channels, third, factor, offset, upper, grid, READS, ACTIVATION, CAPPED, ROUNDS
+    )
     return left, middle, right
 
 
@@ -77,8 +128,10 @@ def _within(i, size):
 
 @_compiled_once
 def _weight(
-    G, X, ASKED, OUT, samples, height, width, channels, turns,
-    OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    G, X, ASKED, OUT, FACTOR, OFFSET, SCALE, PER_STEP, LOW, HIGH, upper,
+    samples, height, width, channels, turns,
+    OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, READS: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -91,6 +144,8 @@ def _weight(
     bottom = (nothing, nothing, nothing)
     needed = (tl.load(ASKED + d) != 0).to(tl.int32)
     positions = samples * OUT_HEIGHT * OUT_WIDTH
+    factor, offset = _coefficients(FACTOR, OFFSET, d * channels + c, c < channels, READS)
+    grid = grid_of(d, SCALE, PER_STEP, LOW, HIGH, ROUNDS)
     # This kernel is bound by how many instructions it has: places are 32-bit numbers.
     own = X + d * samples * height * width * channels
     for turn in range(turns * needed):
@@ -105,17 +160,22 @@ def _weight(
         right = inside & _within(column + 2, width)
         at = ((line // OUT_HEIGHT * height + row) * width + column) * channels + c
         there = _within(row, height)
-        top = _row_of_taps(top, g, own + at, channels, left & there, center & there, right & there)
+        top = _row_of_taps(
+            top, g, own + at, channels, left & there, center & there, right & there,
+            factor, offset, upper, grid, READS, ACTIVATION, CAPPED, ROUNDS,
+        )  # fmt: skip
         there = _within(row + 1, height)
         at += width * channels
         middle = _row_of_taps(
-            middle, g, own + at, channels, left & there, center & there, right & there
-        )
+            middle, g, own + at, channels, left & there, center & there, right & there,
+            factor, offset, upper, grid, READS, ACTIVATION, CAPPED, ROUNDS,
+        )  # fmt: skip
         there = _within(row + 2, height)
         at += width * channels
         bottom = _row_of_taps(
-            bottom, g, own + at, channels, left & there, center & there, right & there
-        )
+            bottom, g, own + at, channels, left & there, center & there, right & there,
+            factor, offset, upper, grid, READS, ACTIVATION, CAPPED, ROUNDS,
+        )  # fmt: skip
     out = OUT + ((d * tl.num_programs(0) + piece) * channels + c) * 9
     for j in tl.static_range(3):
         tl.store(out + j, tl.sum(top[j], 0)[None, :], mask=c < channels)
@@ -123,10 +183,30 @@ def _weight(
         tl.store(out + 6 + j, tl.sum(bottom[j], 0)[None, :], mask=c < channels)
 
 
+@triton.jit
+def _store_moments_of_columns(
+    VALID, MEAN, SQUARES, COUNT, d, p, c, origin, total, squares, height, channels,
+    WIDTH: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """From sums down columns, of deviations from ``origin``; images that count come first."""
+    mean = origin + total / height
+    squares = squares - total * total / height
+    columns = tl.load(VALID + d) * WIDTH
+    n = tl.minimum(tl.maximum(columns - tl.program_id(0) * BP, 0), BP)
+    counts = p < columns
+    middle = tl.sum(tl.where(counts, mean, 0.0), 0)[None, :] / tl.maximum(n, 1).to(tl.float32)
+    apart = mean - middle
+    squares = tl.sum(tl.where(counts, squares + apart * apart * height, 0.0), 0)[None, :]
+    piece = d * tl.num_programs(0) + tl.program_id(0)
+    _store_moments(MEAN, SQUARES, COUNT, piece, channels, c, middle, squares, n * height)
+
+
 @_compiled_once
 def _roll(
-    X, W, ASKED, Y, stride, samples, height, channels,
-    WIDTH: tl.constexpr, BACK: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    X, W, ASKED, Y, FACTOR, OFFSET, SCALE, PER_STEP, LOW, HIGH, upper, VALID, MEAN, SQUARES, COUNT,
+    stride, samples, height, channels, WIDTH: tl.constexpr, BACK: tl.constexpr,
+    READS: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
+    SUMS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Stride 1 and a border of 1: columns of images from top to bottom.
 
@@ -155,24 +235,52 @@ def _roll(
     X, Y = X + first, Y + first
     at = (image * height * WIDTH + column) * channels + c
     left, right = inside & (column > 0), inside & (column < WIDTH - 1)
+    factor, offset = _coefficients(FACTOR, OFFSET, d * channels + c, across, READS)
+    grid = grid_of(d, SCALE, PER_STEP, LOW, HIGH, ROUNDS)
     above = tl.zeros((BP, BC), tl.float32)  # what is known of the row above, and of this one
     here = tl.zeros((BP, BC), tl.float32)
+    if SUMS:
+        # Deviations from each column's first number: sums of squares of large numbers would cancel.
+        origin = tl.zeros((BP, BC), tl.float32)
+        total = tl.zeros((BP, BC), tl.float32)
+        squares = tl.zeros((BP, BC), tl.float32)
     for row in range(height):
-        x = tl.load(X + at - channels, mask=left, other=0.0).to(tl.float32)
-        y = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(X + at + channels, mask=right, other=0.0).to(tl.float32)
+        x = read_finished(
+            X + at - channels, left, factor, offset, upper, grid,
+            READS, ACTIVATION, CAPPED, ROUNDS,
+        )  # fmt: skip
+        y = read_finished(
+            X + at, inside, factor, offset, upper, grid, READS, ACTIVATION, CAPPED, ROUNDS
+        )
+        z = read_finished(
+            X + at + channels, right, factor, offset, upper, grid,
+            READS, ACTIVATION, CAPPED, ROUNDS,
+        )  # fmt: skip
         above += x * w6 + y * w7 + z * w8
         tl.store(Y + at - WIDTH * channels, above, mask=inside & (row > 0))
+        if SUMS:
+            origin = tl.where(row <= 1, above, origin)
+            off = tl.where(row > 0, above - origin, 0.0)
+            total += off
+            squares += off * off
         above = here + x * w3 + y * w4 + z * w5
         here = x * w0 + y * w1 + z * w2
         at += WIDTH * channels
     tl.store(Y + at - WIDTH * channels, above, mask=inside)
+    if SUMS:
+        origin = tl.where(height == 1, above, origin)
+        off = above - origin
+        _store_moments_of_columns(
+            VALID, MEAN, SQUARES, COUNT, d, p, c, origin, total + off, squares + off * off,
+            height, channels, WIDTH, BP,
+        )  # fmt: skip
 
 
 @_compiled_once
 def _roll_weight(
-    G, X, ASKED, OUT, samples, height, channels,
-    WIDTH: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    G, X, ASKED, OUT, FACTOR, OFFSET, SCALE, PER_STEP, LOW, HIGH, upper, samples, height, channels,
+    WIDTH: tl.constexpr, READS: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
+    ROUNDS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The same way down for the weight's gradient of some columns; zeros where nobody needs it."""
     piece, d = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -189,13 +297,23 @@ def _roll_weight(
         nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing
     )  # fmt: skip
     needed = tl.load(ASKED + d) != 0
+    factor, offset = _coefficients(FACTOR, OFFSET, d * channels + c, c < channels, READS)
+    grid = grid_of(d, SCALE, PER_STEP, LOW, HIGH, ROUNDS)
     above, here = nothing, tl.load(G + at, mask=inside & needed, other=0.0).to(tl.float32)
     for row in range(height * needed.to(tl.int32)):
         below = tl.load(G + at + WIDTH * channels, mask=inside & (row + 1 < height), other=0.0)
         below = below.to(tl.float32)
-        x = tl.load(X + at - channels, mask=left, other=0.0).to(tl.float32)
-        y = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(X + at + channels, mask=right, other=0.0).to(tl.float32)
+        x = read_finished(
+            X + at - channels, left, factor, offset, upper, grid,
+            READS, ACTIVATION, CAPPED, ROUNDS,
+        )  # fmt: skip
+        y = read_finished(
+            X + at, inside, factor, offset, upper, grid, READS, ACTIVATION, CAPPED, ROUNDS
+        )
+        z = read_finished(
+            X + at + channels, right, factor, offset, upper, grid,
+            READS, ACTIVATION, CAPPED, ROUNDS,
+        )  # fmt: skip
         w0 += x * below
         w1 += y * below
         w2 += z * below
@@ -257,38 +375,67 @@ def room_for_result(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _through(
-    x: Tensor, w: Tensor, asked: Tensor | None, y: Tensor, geometry: Geometry, *, back: bool
-) -> Tensor:
+    x: Tensor,
+    w: Tensor,
+    asked: Tensor | None,
+    y: Tensor,
+    geometry: Geometry,
+    *,
+    back: bool,
+    reading: Reading | None = None,
+    valid: Tensor | None = None,
+) -> tuple[Tensor, Moments | None]:
     """``x``, lying channels last, into ``y`` (device, sample, height, width, channel)."""
     w, (d, b, height, width, channels) = by_device(w), y.shape
-    if _keeps_size(geometry):
+    rolls = _keeps_size(geometry)
+    down, across = _tile(height * width, channels)
+    if rolls:
         across = _tile(1, channels)[1]
         down = _ROLLED // across
-        _roll[triton.cdiv(b * width, down), triton.cdiv(channels, across), d](
-            x, w, asked, y, w.stride(0), b, height, channels, WIDTH=width, BACK=back,
-            BP=down, BC=across,
-        )  # fmt: skip
-        return y.permute(0, 1, 4, 2, 3)
-    down, across = _tile(height * width, channels)
-    grid = triton.cdiv(height * width, down), triton.cdiv(channels, across), d * b
-    _convolve[grid](
-        x, w, asked, y, w.stride(0), b, *x.shape[3:], height, channels, width, BACK=back,
-        **_walk(geometry), BP=down, BC=across,
-    )  # fmt: skip
-    return y.permute(0, 1, 4, 2, 3)
+    columns = b * width if rolls else height * width
+    tiles, wide = triton.cdiv(columns, down), triton.cdiv(channels, across)
+    pieces = tiles if rolls else b * tiles
+    moments = None if valid is None else Moments.empty(d, pieces, channels, x.device)
+    read, flags = reading_parts(reading)
+    given = x, w, asked, y, *read, valid, *(moments or (None,) * 3), w.stride(0), b
+    more = flags | {"BACK": back, "SUMS": valid is not None, "BP": down, "BC": across}
+    if rolls:
+        _roll[tiles, wide, d](*given, height, channels, WIDTH=width, **more)
+    else:
+        _convolve[tiles, wide, d * b](
+            *given, *x.shape[3:], height, channels, width, **_walk(geometry), **more
+        )
+    return y.permute(0, 1, 4, 2, 3), moments
 
 
-def depthwise(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    """``x`` (device, sample, channel, height, width), lying channels last."""
-    return _through(x, w, None, room_for_result(x, w, geometry), geometry, back=False)
+def depthwise(
+    x: Tensor,
+    w: Tensor,
+    geometry: Geometry,
+    reading: Reading | None = None,
+    valid: Tensor | None = None,
+) -> tuple[Tensor, Moments | None]:
+    """``x`` (device, sample, channel, height, width), lying channels last.
+
+    What is read is finished by ``reading``; moments are over each device's first ``valid`` samples.
+    """
+    y = room_for_result(x, w, geometry)
+    return _through(x, w, None, y, geometry, back=False, reading=reading, valid=valid)
 
 
 def depthwise_input(g: Tensor, w: Tensor, x: Tensor, geometry: Geometry, asked: Tensor) -> Tensor:
-    """The gradient of ``x`` from that of the result, for devices that asked."""
-    return _through(g, w, asked, room_like(x, g.dtype), geometry, back=True)
+    """The gradient of what was read, from that of the result, for devices that asked."""
+    return _through(g, w, asked, room_like(x, g.dtype), geometry, back=True)[0]
 
 
-def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked: Tensor) -> Tensor:
+def depthwise_weight(
+    g: Tensor,
+    x: Tensor,
+    w: Tensor,
+    geometry: Geometry,
+    asked: Tensor,
+    reading: Reading | None = None,
+) -> Tensor:
     """The gradient of the weight: sums over pieces of a device's images, then their sum.
 
     Zero for devices that did not ask.
@@ -297,12 +444,13 @@ def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked:
     out_height, out_width = g.shape[3:]
     across = _tile(1, channels)[1]
     wide = triton.cdiv(channels, across)
+    read, flags = reading_parts(reading)
     if _keeps_size(geometry):
         down = _ROLLED_SUMS // across
         pieces = triton.cdiv(b * width, down)
         parts = torch.empty(d, pieces, *w.shape[1:], device=g.device)
         _roll_weight[pieces, wide, d](
-            g, x, asked, parts, b, height, channels, WIDTH=width, BP=down, BC=across
+            g, x, asked, parts, *read, b, height, channels, WIDTH=width, **flags, BP=down, BC=across
         )
         return parts.sum(1) if pieces > 1 else parts[:, 0]
     down = _SUMMED // across
@@ -311,7 +459,7 @@ def depthwise_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked:
     pieces = triton.cdiv(tiles, turns)
     parts = torch.empty(d, pieces, *w.shape[1:], device=g.device)
     _weight[pieces, wide, d](
-        g, x, asked, parts, b, height, width, channels, turns, out_height, out_width,
-        **_walk(geometry), BP=down, BC=across,
+        g, x, asked, parts, *read, b, height, width, channels, turns, out_height, out_width,
+        **flags, **_walk(geometry), BP=down, BC=across,
     )  # fmt: skip
     return parts.sum(1) if pieces > 1 else parts[:, 0]

@@ -4,13 +4,15 @@ The same functions as in :mod:`~cocofl.vector.kernels.plain`, which defines the 
 reads its tensor twice, for sums over all rows of a channel and for its result. Where a channel has
 few rows, one program does both, and its second look finds the cache. Where it has many, programs
 share the sums, and whoever ends the last one makes the coefficients of all; the result is made by
-another launch. It begins with what the sums read last, since a cache holds that still.
+another launch. It begins with what the sums read last, since a cache holds that still. A layer's
+own kernel may have taken moments of what it made, and then nothing is read for them.
 
 Sums have a fixed order, so runs repeat to the bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cocofl.numerics import StackedGrid
-from cocofl.vector.kernels.base import Activation, Coefficients, Gradients, Kept, Norm
+from cocofl.vector.kernels.base import (
+    NO_ACTIVATION,
+    Activation,
+    Coefficients,
+    Gradients,
+    Kept,
+    Moments,
+    Norm,
+)
 from cocofl.vector.kernels.triton_rows import (
     before_activation,
     blocks,
@@ -34,6 +44,7 @@ _FEW = {"forward": 2048, "back": 512}  # rows that one program goes through
 _PROGRAMS = 2112  # that share sums: enough to fill a large GPU, of which a part has nothing to do
 _CHUNKS = 128  # partial sums per channel, at most
 _AT_ONCE = tl.constexpr(16)  # of which so many are read
+_MOMENTS_AT_ONCE, _ACROSS = 128, 16  # of a layer's pieces and channels
 
 
 class _Plan(NamedTuple):
@@ -52,9 +63,9 @@ class _Plan(NamedTuple):
     warps: int = 4
 
     @classmethod
-    def of(cls, y: Tensor, *, back: bool = False) -> _Plan:
+    def of(cls, y: Tensor, *, back: bool = False, whole: bool = True) -> _Plan:
         d, n, channels = y.shape
-        if n <= _FEW["back" if back else "forward"]:
+        if whole and n <= _FEW["back" if back else "forward"]:
             across = 32 if d * triton.cdiv(channels, 32) >= 264 else 16
             down = min((4096 if back else 8192) // across, max(16, triton.next_power_of_2(n)))
             return cls(True, down, across, triton.cdiv(channels, across),
@@ -181,9 +192,86 @@ def _store_four(A, B, C, D, at, a, b, c, d, inside):
     tl.store(D + at, d, mask=inside)
 
 
+@triton.jit
+def _make_coefficients(
+    d, c, at, inside, mean, squares, rows, TRACKS, WEIGHT, BIAS, LAYER_BIAS, RUNNING_MEAN,
+    RUNNING_VARIANCE, MOMENTUM, OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD, momentum, eps,
+    weight_stride, bias_stride, layer_stride, mean_stride, variance_stride,
+    HAS_RUNNING: tl.constexpr, OWN_MOMENTUM: tl.constexpr,
+):  # fmt: skip
+    """From the moments of some channels; running statistics move."""
+    rstd = tl.rsqrt(squares / tl.maximum(rows, 1).to(tl.float32) + eps)
+    factor = rstd * _given(WEIGHT, d * weight_stride + c, inside, 1.0)
+    offset = _given(BIAS, d * bias_stride + c, inside, 0.0) - mean * factor
+    _store_four(OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD, at, factor, offset, mean, rstd, inside)
+    if HAS_RUNNING:
+        rate = tl.load(MOMENTUM + d) if OWN_MOMENTUM else momentum
+        seen = mean + _given(LAYER_BIAS, d * layer_stride + c, inside, 0.0)
+        unbiased = squares / tl.maximum(rows - 1, 1).to(tl.float32)
+        tracks = tl.load(TRACKS + d) != 0
+        _track(RUNNING_MEAN + d * mean_stride + c, seen, rate, inside, tracks)
+        _track(RUNNING_VARIANCE + d * variance_stride + c, unbiased, rate, inside, tracks)
+
+
+@triton.jit
+def _take_frozen(
+    d, c, at, inside, FROZEN_FACTOR, FROZEN_OFFSET, OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD,
+    frozen_factor_stride, frozen_offset_stride,
+):  # fmt: skip
+    """What was folded, for a device that has the norm frozen."""
+    factor = tl.load(FROZEN_FACTOR + d * frozen_factor_stride + c, inside, other=0.0)
+    offset = tl.load(FROZEN_OFFSET + d * frozen_offset_stride + c, inside, other=0.0)
+    none = factor * 0.0
+    _store_four(OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD, at, factor, offset, none, none, inside)
+
+
+@compiled_once
+def _settle(
+    MEAN, SQUARES, COUNT, ROWS, WITH_BATCH, TRACKS, WEIGHT, BIAS, LAYER_BIAS, RUNNING_MEAN,
+    RUNNING_VARIANCE, MOMENTUM, FROZEN_FACTOR, FROZEN_OFFSET,
+    OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD, momentum, eps, pieces, channels,
+    weight_stride, bias_stride, layer_stride, mean_stride, variance_stride,
+    frozen_factor_stride, frozen_offset_stride,
+    HAS_RUNNING: tl.constexpr, OWN_MOMENTUM: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """From the moments of all pieces to what the norm does to some channels."""
+    d = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside, at = c < channels, d * channels + c
+    if tl.load(WITH_BATCH + d) != 0:
+        # Deviations from the first piece's mean, as everywhere.
+        origin = tl.load(MEAN + d * pieces * channels + c, mask=inside, other=0.0)
+        total = tl.zeros((BK, BC), tl.float32)
+        squares = tl.zeros((BK, BC), tl.float32)
+        for first in range(0, pieces, BK):
+            k = first + tl.arange(0, BK)
+            count = tl.load(COUNT + d * pieces + k, mask=k < pieces, other=0.0)[:, None]
+            place = (d * pieces + k)[:, None] * channels + c[None, :]
+            there = (k < pieces)[:, None] & inside[None, :] & (count > 0)
+            off = tl.load(MEAN + place, mask=there, other=0.0) - origin[None, :]
+            off = tl.where(there, off, 0.0)
+            total += off * count
+            squares += tl.load(SQUARES + place, mask=there, other=0.0) + off * off * count
+        rows = tl.maximum(tl.load(ROWS + d), 1)
+        shift = tl.sum(total, 0)
+        off = shift / rows.to(tl.float32)
+        _make_coefficients(
+            d, c, at, inside, origin + off, tl.maximum(tl.sum(squares, 0) - shift * off, 0.0), rows,
+            TRACKS, WEIGHT, BIAS, LAYER_BIAS, RUNNING_MEAN, RUNNING_VARIANCE, MOMENTUM,
+            OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD, momentum, eps,
+            weight_stride, bias_stride, layer_stride, mean_stride, variance_stride,
+            HAS_RUNNING, OWN_MOMENTUM,
+        )  # fmt: skip
+    else:
+        _take_frozen(
+            d, c, at, inside, FROZEN_FACTOR, FROZEN_OFFSET,
+            OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD, frozen_factor_stride, frozen_offset_stride,
+        )  # fmt: skip
+
+
 @compiled_once
 def _normalise(
-    Y, ADDEND, Z, ROWS, WITH_BATCH, TRACKS, MEAN, SQUARES, COUNTERS,
+    Y, ADDEND, Z, ROWS, MEAN, SQUARES, COUNTERS, WITH_BATCH, TRACKS,
     WEIGHT, BIAS, LAYER_BIAS, RUNNING_MEAN, RUNNING_VARIANCE, MOMENTUM,
     FROZEN_FACTOR, FROZEN_OFFSET, OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD,
     SCALE, PER_STEP, LOW, HIGH, upper, momentum, eps, n, channels, wide,
@@ -212,29 +300,17 @@ def _normalise(
                         MEAN, SQUARES, d * chunks * row + c, rows, chunks, turns * BN, row, BC
                     )
             if settles:
-                rstd = tl.rsqrt(squares / tl.maximum(rows, 1).to(tl.float32) + eps)
-                factor = rstd * _given(WEIGHT, d * weight_stride + c, inside, 1.0)
-                offset = _given(BIAS, d * bias_stride + c, inside, 0.0) - mean * factor
-                _store_four(
-                    OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD, at, factor, offset, mean, rstd,
-                    inside,
+                _make_coefficients(
+                    d, c, at, inside, mean, squares, rows, TRACKS, WEIGHT, BIAS, LAYER_BIAS,
+                    RUNNING_MEAN, RUNNING_VARIANCE, MOMENTUM, OUT_FACTOR, OUT_OFFSET, OUT_MEAN,
+                    OUT_RSTD, momentum, eps, weight_stride, bias_stride, layer_stride, mean_stride,
+                    variance_stride, HAS_RUNNING, OWN_MOMENTUM,
                 )  # fmt: skip
-                if HAS_RUNNING:
-                    rate = tl.load(MOMENTUM + d) if OWN_MOMENTUM else momentum
-                    mean += _given(LAYER_BIAS, d * layer_stride + c, inside, 0.0)
-                    unbiased = squares / tl.maximum(rows - 1, 1).to(tl.float32)
-                    tracks = tl.load(TRACKS + d) != 0
-                    at_mean = RUNNING_MEAN + d * mean_stride + c
-                    at_variance = RUNNING_VARIANCE + d * variance_stride + c
-                    _track(at_mean, mean, rate, inside, tracks)
-                    _track(at_variance, unbiased, rate, inside, tracks)
         elif chunk == 0:
-            factor = tl.load(FROZEN_FACTOR + d * frozen_factor_stride + c, inside, other=0.0)
-            offset = tl.load(FROZEN_OFFSET + d * frozen_offset_stride + c, inside, other=0.0)
-            none = tl.zeros((BC,), tl.float32)
-            _store_four(
-                OUT_FACTOR, OUT_OFFSET, OUT_MEAN, OUT_RSTD, at, factor, offset, none, none, inside
-            )
+            _take_frozen(
+                d, c, at, inside, FROZEN_FACTOR, FROZEN_OFFSET, OUT_FACTOR, OUT_OFFSET, OUT_MEAN,
+                OUT_RSTD, frozen_factor_stride, frozen_offset_stride,
+            )  # fmt: skip
     if RESULTS:
         if SUMS:
             tl.debug_barrier()
@@ -252,6 +328,54 @@ def _normalise(
             tl.store(Z + place, z, mask=there)
 
 
+def _norm_tensors(norm: Norm, devices: int, channels: int) -> tuple[Tensor | None, ...]:
+    """What kernels take of a norm, in their order."""
+    frozen = [t.expand(devices, channels) for t in (norm.frozen_factor, norm.frozen_offset)]
+    return (
+        norm.with_batch, norm.tracks, norm.weight, norm.bias, norm.layer_bias, norm.running_mean,
+        norm.running_variance, norm.momentum if isinstance(norm.momentum, Tensor) else None,
+        *(t if t.stride(1) == 1 else t.contiguous() for t in frozen),
+    )  # fmt: skip
+
+
+def _norm_numbers(norm: Norm) -> tuple[float, float]:
+    return 0.0 if isinstance(norm.momentum, Tensor) else norm.momentum, norm.eps
+
+
+def _norm_flags(norm: Norm) -> dict[str, bool]:
+    own_momentum = isinstance(norm.momentum, Tensor)
+    return {"HAS_RUNNING": norm.running_mean is not None, "OWN_MOMENTUM": own_momentum}
+
+
+def _strides(tensors: tuple[Tensor | None, ...]) -> list[int]:
+    """Of what :func:`_norm_tensors` gives, those that lie by device: not who trains, nor rates."""
+    return [stride(t) for t in (*tensors[2:7], *tensors[8:])]
+
+
+def _room(devices: int, channels: int, on: torch.device) -> Coefficients:
+    return Coefficients(*(torch.empty(devices, channels, device=on) for _ in range(4)))
+
+
+def coefficients(
+    y: Tensor, rows: Tensor, norm: Norm, moments: Moments | None = None
+) -> Coefficients:
+    """What the norm does to each channel; ``y`` is read only where nobody took its moments."""
+    d, _, channels = y.shape
+    if moments is None:
+        out = _room(d, channels, y.device)
+        plan = _Plan.of(y, whole=False)
+        _launch(plan.launches(y)[:1], plan, y.contiguous(), None, rows, norm, out)
+        return out
+    out, tensors = _room(d, channels, y.device), _norm_tensors(norm, d, channels)
+    pieces = moments.mean.shape[1]
+    at_once = min(_MOMENTS_AT_ONCE, triton.next_power_of_2(pieces))
+    _settle[triton.cdiv(channels, _ACROSS), d](
+        *moments, rows, *tensors, *out, *_norm_numbers(norm), pieces, channels,
+        *_strides(tensors), **_norm_flags(norm), BK=max(16, at_once), BC=_ACROSS,
+    )  # fmt: skip
+    return out
+
+
 def normalise(
     y: Tensor,
     rows: Tensor,
@@ -259,31 +383,45 @@ def normalise(
     addend: Tensor | None,
     activation: Activation,
     grid: StackedGrid | None,
+    moments: Moments | None = None,
 ) -> tuple[Tensor, Coefficients]:
     """``round(activation(factor · y + offset + addend))``, and the coefficients."""
-    y = y.contiguous()
-    addend = None if addend is None else addend.contiguous()
-    d, n, channels = y.shape
-    plan, z = _Plan.of(y), torch.empty_like(y)
-    parts, counters = plan.partial_sums(y), _counters_for(y, plan)
-    out = Coefficients(*(torch.empty(d, channels, device=y.device) for _ in range(4)))
-    own_momentum = isinstance(norm.momentum, Tensor)
-    frozen = [t.expand(d, channels) for t in (norm.frozen_factor, norm.frozen_offset)]
-    frozen = [t if t.stride(1) == 1 else t.contiguous() for t in frozen]
-    for programs, plan_of_launch in plan.launches(y):
-        _normalise[programs](
-            y, addend, z, rows, norm.with_batch, norm.tracks, *parts, counters,
-            norm.weight, norm.bias, norm.layer_bias, norm.running_mean, norm.running_variance,
-            norm.momentum if own_momentum else None, *frozen, *out, *grid_parts(grid),
-            activation.upper or 0.0, 0.0 if own_momentum else norm.momentum, norm.eps,
-            n, channels, plan.wide, stride(norm.weight), stride(norm.bias),
-            stride(norm.layer_bias), stride(norm.running_mean), stride(norm.running_variance),
-            *map(stride, frozen),
-            HAS_RUNNING=norm.running_mean is not None, OWN_MOMENTUM=own_momentum,
-            HAS_ADDEND=addend is not None, ACTIVATION=activation.present,
-            CAPPED=activation.upper is not None, ROUNDS=grid is not None, **plan_of_launch,
-        )  # fmt: skip
+    y, z = y.contiguous(), torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    if moments is None:
+        plan, out = _Plan.of(y), _room(len(y), y.shape[2], y.device)
+        launches = plan.launches(y)
+    else:
+        plan, out = _Plan.of(y, whole=False), coefficients(y, rows, norm, moments)
+        launches = plan.launches(y)[1:]
+    _launch(launches, plan, y, z, rows, norm, out, addend, activation, grid)
     return z, out
+
+
+def _launch(
+    launches: Sequence[tuple[tuple[int, int], dict[str, Any]]],
+    plan: _Plan,
+    y: Tensor,
+    z: Tensor | None,
+    rows: Tensor,
+    norm: Norm,
+    out: Coefficients,
+    addend: Tensor | None = None,
+    activation: Activation = NO_ACTIVATION,
+    grid: StackedGrid | None = None,
+) -> None:
+    """Sums, results, or both, as the launches say."""
+    d, n, channels = y.shape
+    addend = None if addend is None else addend.contiguous()
+    tensors, sums = _norm_tensors(norm, d, channels), launches[0][1]["SUMS"]
+    parts = plan.partial_sums(y) if sums else (None, None)
+    for programs, plan_of_launch in launches:
+        _normalise[programs](
+            y, addend, z, rows, *parts, _counters_for(y, plan), *tensors, *out, *grid_parts(grid),
+            activation.upper or 0.0, *_norm_numbers(norm), n, channels, plan.wide,
+            *_strides(tensors), **_norm_flags(norm), HAS_ADDEND=addend is not None,
+            ACTIVATION=activation.present, CAPPED=activation.upper is not None,
+            ROUNDS=grid is not None, **plan_of_launch,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cocofl.numerics import SIGNED_LEVELS, StackedGrid
-from cocofl.vector.kernels.base import Activation, Kept
+from cocofl.vector.kernels.base import Activation, Kept, Reading
 
 _TILE = 2048  # float32 numbers that a program holds at a time
 _PROGRAMS = 528  # that look for the largest number: enough to fill a large GPU
@@ -28,7 +28,19 @@ _CHUNKS = 128  # such programs per device, at most
 _SIZES = ("n", "turns", "chunks", "devices", "weight_stride", "bias_stride", "layer_stride")
 _SIZES += ("mean_stride", "variance_stride", "frozen_factor_stride", "frozen_offset_stride")
 _SIZES += ("offset_stride", "size", "wide")
-_OF_DEVICES = ("ROWS", "CAP", "WITH_BATCH", "TRACKS", "MOMENTUM", "FLY", "UNSIGNED", "MEASURED")
+_SIZES += ("each", "pieces", "in_units", "out_units", "tiles", "samples", "height")
+_OF_DEVICES = (
+    "ROWS",
+    "VALID",
+    "COUNT",
+    "CAP",
+    "WITH_BATCH",
+    "TRACKS",
+    "MOMENTUM",
+    "FLY",
+    "UNSIGNED",
+    "MEASURED",
+)
 _OF_DEVICES += ("SCALE", "PER_STEP", "LOW", "HIGH", "Z_SCALE", "Z_PER_STEP", "Z_LOW", "Z_HIGH")
 _OF_DEVICES += ("WEIGHT", "BIAS", "LAYER_BIAS", "RUNNING_MEAN", "RUNNING_VARIANCE", "ASKED")
 _OF_DEVICES += ("FROZEN_FACTOR", "FROZEN_OFFSET", "COUNTERS", "MEAN", "SQUARES", "RSTD", "FACTOR")
@@ -64,13 +76,28 @@ def _room(chunks: int) -> int:
 
 
 @triton.jit
-def rounded(x, d, SCALE, PER_STEP, LOW, HIGH):
-    """On the device's grid, halves to even; as it is where the device has no grid."""
-    per_step = tl.load(PER_STEP + d)
-    steps = tl.minimum(tl.maximum(x * per_step, tl.load(LOW + d)), tl.load(HIGH + d))
+def grid_of(d, SCALE, PER_STEP, LOW, HIGH, ROUNDS: tl.constexpr):
+    """A device's grid; nothing is read where nobody rounds."""
+    grid = 0.0, 0.0, 0.0, 0.0
+    if ROUNDS:
+        grid = tl.load(SCALE + d), tl.load(PER_STEP + d), tl.load(LOW + d), tl.load(HIGH + d)
+    return grid
+
+
+@triton.jit
+def on_grid(x, grid):
+    """Halves to even; as it is where the device has no grid."""
+    scale, per_step, low, high = grid
+    steps = tl.minimum(tl.maximum(x * per_step, low), high)
     # Adding 1.5 · 2^23 leaves no bits for a fraction, and rounds halves to even.
     steps = (steps + 12582912.0) - 12582912.0
-    return tl.where(per_step > 0, steps * tl.load(SCALE + d), x)
+    return tl.where(per_step > 0, steps * scale, x)
+
+
+@triton.jit
+def rounded(x, d, SCALE, PER_STEP, LOW, HIGH):
+    """On the device's grid."""
+    return on_grid(x, grid_of(d, SCALE, PER_STEP, LOW, HIGH, True))
 
 
 @compiled_once
@@ -109,6 +136,33 @@ def stride(x: Tensor | None) -> int:
 
 
 @triton.jit
+def finished_on_grid(
+    z, upper, grid, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr
+):
+    """Activated and rounded."""
+    if ACTIVATION:
+        z = tl.where(z > 0, z, z * 0.0)  # NaN stays NaN
+    if CAPPED:
+        z = tl.where(z > upper, upper, z)
+    if ROUNDS:
+        z = on_grid(z, grid)
+    return z
+
+
+@triton.jit
+def read_finished(
+    source, inside, factor, offset, upper, grid, READS: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """What lies in memory, and (``READS``) what is left to do to it; 0 outside."""
+    x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if READS:
+        x = finished_on_grid(x * factor + offset, upper, grid, ACTIVATION, CAPPED, ROUNDS)
+        x = tl.where(inside, x, 0.0)
+    return x
+
+
+@triton.jit
 def finished(
     z, ADDEND, place, there, upper, d, SCALE, PER_STEP, LOW, HIGH,
     HAS_ADDEND: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
@@ -117,13 +171,8 @@ def finished(
     """Added to, activated and rounded."""
     if HAS_ADDEND:
         z = z + tl.load(ADDEND + place, mask=there, other=0.0).to(tl.float32)
-    if ACTIVATION:
-        z = tl.where(z > 0, z, z * 0.0)  # NaN stays NaN
-    if CAPPED:
-        z = tl.where(z > upper, upper, z)
-    if ROUNDS:
-        z = rounded(z, d, SCALE, PER_STEP, LOW, HIGH)
-    return z
+    grid = grid_of(d, SCALE, PER_STEP, LOW, HIGH, ROUNDS)
+    return finished_on_grid(z, upper, grid, ACTIVATION, CAPPED, ROUNDS)
 
 
 @compiled_once
@@ -151,6 +200,19 @@ def _finish(
 def grid_parts(grid: StackedGrid | None) -> tuple[Tensor | None, ...]:
     """A grid as kernels take it."""
     return (None,) * 4 if grid is None else tuple(grid)
+
+
+def reading_parts(
+    reading: Reading | None,
+) -> tuple[tuple[Tensor | float | None, ...], dict[str, bool]]:
+    """What is left to do to a value, as kernels that read it take it."""
+    names = "READS", "ACTIVATION", "CAPPED", "ROUNDS"
+    if reading is None:
+        return (*[None] * 6, 0.0), dict.fromkeys(names, False)
+    c, act, grid = reading
+    parts = c.factor, c.offset, *grid_parts(grid), act.upper or 0.0
+    flags = True, act.present, act.upper is not None, grid is not None
+    return parts, dict(zip(names, flags, strict=True))
 
 
 def finish(

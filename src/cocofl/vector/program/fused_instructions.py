@@ -1,7 +1,7 @@
 """Instructions that one pass over memory can do, fused into one.
 
 What lies between them must be of use to nobody else: no other instruction reads it, and no scale
-is measured there.
+is measured there. A layer that knows its only reader may leave it to that to finish what it made.
 """
 
 from __future__ import annotations
@@ -48,7 +48,35 @@ def fused(
             found.append(norm)
         else:
             found.append(one)
-    return _with_groups([one for one in found if one.name not in taken], readers)
+    rest = [one for one in found if one.name not in taken]
+    return _with_groups(_with_readers(rest, readers), readers)
+
+
+def _with_readers(instructions: Sequence[Instruction], readers: Counter[str]) -> list[Instruction]:
+    """Layers with a norm know the convolution of their block that alone reads them."""
+    of_images = [one for one in instructions if _is_of_images(one)]
+    convolutions = {
+        (one.op.x, one.block): one
+        for one in of_images
+        if one.weight is not None and one.op.addend != one.op.x
+    }
+    leaving = {
+        one.name
+        for one in of_images
+        if one.norm is not None and one.op.addend is None and readers[one.name] == 1
+    }
+    return [
+        replace(one, reader=convolutions.get((one.name, one.block)))
+        if one.name in leaving and isinstance(one, Layer)
+        else one
+        for one in instructions
+    ]
+
+
+def _is_of_images(one: Instruction) -> TypeGuard[Layer]:
+    """Whether it is a convolution, or a norm by itself, of images."""
+    reshapes = isinstance(one, Layer) and one.op.kind is not None and one.op.kind.reshapes
+    return isinstance(one, Layer) and one.op.geometry is not None and not reshapes
 
 
 def _with_sum(

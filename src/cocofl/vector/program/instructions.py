@@ -12,14 +12,33 @@ from torch import Tensor, fx, nn
 
 from cocofl.freeze.lowering import arguments
 from cocofl.freeze.operations import ActOp, CatOp, MapOp, NodeOp
-from cocofl.freeze.scheme import GRADIENT
+from cocofl.freeze.scheme import GRADIENT, OUTPUT
 from cocofl.numerics import StackedGrid
-from cocofl.vector.kernels.base import NO_ACTIVATION, Activation, Dropping, side_by_side
+from cocofl.vector.kernels.base import (
+    NO_ACTIVATION,
+    Activation,
+    Dropping,
+    Moments,
+    side_by_side,
+)
 from cocofl.vector.kernels.plain import normalise_leading
 from cocofl.vector.program.node_calls import MAPPED, MERGED, NodeCall
 from cocofl.vector.program.row_layout import Segment
-from cocofl.vector.program.stacked_layers import Weights, linear_layers, stacked_layer
-from cocofl.vector.program.step_context import Environment, NormSpec, StepContext, finished
+from cocofl.vector.program.stacked_layers import (
+    Weights,
+    finishes_what_it_reads,
+    linear_layers,
+    stacked_layer,
+)
+from cocofl.vector.program.step_context import (
+    Environment,
+    Finish,
+    NormSpec,
+    StepContext,
+    finished,
+    left_to_the_reader,
+)
+from cocofl.vector.rounding.points import CONVERSION
 from cocofl.vector.rounding.table import ActivePoint
 
 
@@ -63,6 +82,8 @@ class Layer(Instruction):
 
     settles = False
     op: MapOp
+    reader: Layer | None = None
+    """The layer that alone reads the value, and may have a kernel that finishes it as it reads."""
 
     @property
     def activation(self) -> Activation:
@@ -71,13 +92,34 @@ class Layer(Instruction):
         return NO_ACTIVATION if act is None else Activation(True, act.upper)
 
     def _value(self, env: Environment, step: StepContext) -> Tensor:
-        y = self._to_image(step.coded(env, self.op.x, self.block))
+        y, moments = self._to_image(step.coded(env, self.op.x, self.block)), None
         if self.weight is not None:
             weights = Weights(*map(self._to_image, step.weights[self.name]))
             asked, beside = step.asked(self.block), step.beside(self.weight)
-            y = stacked_layer(y, weights, self.op.geometry, asked, step.kernels, beside)
-        y = self.finish(y, env, step)
+            y, moments = stacked_layer(
+                y, weights, self.op.geometry, asked, step.kernels, beside,
+                reading=step.readings.pop(self.op.x, None),
+                valid=None if self.norm is None or len(y[0]) != step.batch else step.valid,
+            )  # fmt: skip
+        if self._leaves_the_rest(y, step):
+            return self._unfinished(y, moments, step)
+        y = self.finish(y, env, step, moments)
         return y if self.op.kind is None else self.op.kind.from_image(y)
+
+    def _leaves_the_rest(self, y: Tensor, step: StepContext) -> bool:
+        """Whether the reader finishes the value: nothing else must be known of it before."""
+        reader = self.reader
+        if reader is None or reader.weight is None or reader.op.geometry is None:
+            return False
+        read_as_it_is = step.point(CONVERSION, self.name, reader.block).is_idle
+        known = not step.point(OUTPUT, self.name, self.block).must_measure
+        shape, geometry = reader.weight.shape, reader.op.geometry
+        return known and read_as_it_is and finishes_what_it_reads(y, shape, geometry, step.kernels)
+
+    def _unfinished(self, y: Tensor, moments: Moments | None, step: StepContext) -> Tensor:
+        finish = self._what_follows(y, step, moments)
+        y, step.readings[self.name] = left_to_the_reader(y, finish)
+        return y
 
     def _to_image(self, x: Tensor) -> Tensor:
         return x if self.op.kind is None else self.op.kind.to_image(x)
@@ -88,20 +130,29 @@ class Layer(Instruction):
         return None if point.must_measure or self.activation.present else point.known
 
     def finish(
-        self, y: Tensor, env: Environment, step: StepContext, *, is_begun: bool = False
+        self,
+        y: Tensor,
+        env: Environment,
+        step: StepContext,
+        moments: Moments | None = None,
+        *,
+        is_begun: bool = False,
     ) -> Tensor:
         """All that follows the product, or (``is_begun``) what :class:`Linears` leaves of it."""
-        bias, image = step.leaf(self.bias), self.op.geometry is not None
-        norm = None if self.norm is None else step.norm(self.norm, self.name, self.block, bias)
-        finish = step.finish(self.name, y, self.block, image=image)
-        finish = replace(finish, activation=self.activation, norm=norm, is_begun=is_begun)
+        finish = replace(self._what_follows(y, step, moments), is_begun=is_begun)
         if is_begun and self.kernel_grid(step) is not None:
             finish = replace(finish, gradient=ActivePoint(step.kernels))
         addend = None
         if self.op.addend is not None:
             addend = self._to_image(step.coded(env, self.op.addend, self.block))
-        offset = bias if norm is None and not is_begun else None
-        return finished(y, finish, addend, offset, image=image)
+        offset = step.leaf(self.bias) if self.norm is None and not is_begun else None
+        return finished(y, finish, addend, offset, image=self.op.geometry is not None)
+
+    def _what_follows(self, y: Tensor, step: StepContext, moments: Moments | None) -> Finish:
+        bias, image = step.leaf(self.bias), self.op.geometry is not None
+        norm = None if self.norm is None else step.norm(self.norm, self.name, self.block, bias)
+        finish = step.finish(self.name, y, self.block, image=image)
+        return replace(finish, activation=self.activation, norm=norm, moments=moments)
 
 
 @dataclass(frozen=True)
@@ -190,7 +241,7 @@ class Score(Instruction):
         own, bias = step.leaves[self.weight], step.leaf(self.bias)
         weights = Weights(own, own.detach(), own.detach())
         asked, beside = step.asked(self.block), step.beside(self.weight)
-        y = stacked_layer(env[self.x], weights, None, asked, step.kernels, beside)
+        y, _ = stacked_layer(env[self.x], weights, None, asked, step.kernels, beside)
         if bias is not None:
             y = y + bias.to(y.dtype).view(len(bias), *[1] * (y.ndim - 2), -1)
         return y

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,8 +23,16 @@ from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.numerics import StackedGrid
-from cocofl.vector.kernels.base import Activation, Asked, from_rows, rows_of
-from cocofl.vector.kernels.choice import KernelSet, LayerKernels
+from cocofl.vector.kernels.base import (
+    Activation,
+    Asked,
+    Moments,
+    Reading,
+    from_rows,
+    is_pointwise,
+    rows_of,
+)
+from cocofl.vector.kernels.choice import KernelSet, LayerKernels, unfinishing
 
 # Inputs of a convolution that is better a matrix product, where no gradient goes further back.
 _FEW = 64
@@ -62,11 +71,6 @@ class Beside:
         self._unfinished.clear()
 
 
-def is_pointwise(shape: tuple[int, ...], geometry: Geometry) -> bool:
-    """Whether a convolution only mixes channels (be it at every other position)."""
-    return tuple(shape[-2:]) == (1, 1) and geometry.padding == (0, 0) and geometry.groups == 1
-
-
 class Weights(NamedTuple):
     """Of one layer, (device, out, in, …): what learns, and what is computed with."""
 
@@ -86,33 +90,66 @@ def stacked_layer(
     asked: Asked,
     kernels: KernelSet,
     beside: Beside | None = None,
-) -> Tensor:
+    *,
+    reading: Reading | None = None,
+    valid: Tensor | None = None,
+) -> tuple[Tensor, Moments | None]:
     """``x`` (device, sample, …) through each device's weight.
 
-    Its gradient is computed ``beside`` that of ``x``, where that is given.
+    Its gradient is computed ``beside`` that of ``x``, where that is given. ``reading`` is what is
+    left to do to ``x``, for kernels that :func:`finishes_what_it_reads`. Where a kernel can, it
+    takes moments of each device's first ``valid`` samples.
     """
     # Only what nothing is done with before the end of a step may come late.
     late = beside if w.own.is_leaf else None
 
     def product(rows: Tensor, w: Weights, beside: Beside | None = late) -> Tensor:
-        return _apply(_Weighted, rows, *w, _PRODUCT, None, asked, beside)
+        return _weighted(rows, w, _PRODUCT, None, asked, beside)[0]
 
     if geometry is None:
-        return from_rows(product(rows_of(x, image=False), w), x, image=False)
-    if is_pointwise(tuple(w.own.shape), geometry):
+        return from_rows(product(rows_of(x, image=False), w), x, image=False), None
+    own = kernels.convolution(x, w.own.shape[1:], geometry)
+    few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
+    if is_pointwise(w.own.shape, geometry):
         vertical, horizontal = geometry.stride
         if (vertical, horizontal) != (1, 1):
             x = _apply(_EveryOther, x, vertical, horizontal)
-        return from_rows(product(rows_of(x), w.flat()), x)
-    few = geometry.groups == 1 and w.own[0, 0].numel() <= _FEW and geometry.dilation == (1, 1)
-    if x.is_cuda and few and not x.requires_grad:
+            geometry = replace(geometry, stride=(1, 1))
+        if own is None:
+            return from_rows(product(rows_of(x), w.flat()), x), None
+    elif x.is_cuda and few and not x.requires_grad:
         columns = _unfolded(x, w.own.shape[3:], geometry)
         y = product(columns.flatten(1, 3), w.flat(), None)
-        return y.view(*columns.shape[:4], -1).permute(0, 1, 4, 2, 3)
-    own = kernels.convolution(x, w.own, geometry)
+        return y.view(*columns.shape[:4], -1).permute(0, 1, 4, 2, 3), None
     if own is not None:
-        return _apply(_Weighted, x, *w, own, geometry, asked, late)
-    return _apply(_Convolve, x, *w, geometry)
+        return _weighted(x, w, own, geometry, asked, late, reading, valid if own.reads else None)
+    return _apply(_Convolve, x, *w, geometry), None
+
+
+def finishes_what_it_reads(
+    x: Tensor, shape: Sequence[int], geometry: Geometry, kernels: KernelSet
+) -> bool:
+    """Whether a layer with weights of this shape may be given what is not finished."""
+    if geometry.stride != (1, 1) and is_pointwise(shape, geometry):
+        return False
+    own = kernels.convolution(x, shape, geometry)
+    return own is not None and own.reads
+
+
+def _weighted(
+    x: Tensor,
+    w: Weights,
+    kernels: LayerKernels,
+    geometry: Geometry | None,
+    asked: Asked,
+    beside: Beside | None,
+    reading: Reading | None = None,
+    valid: Tensor | None = None,
+) -> tuple[Tensor, Moments | None]:
+    y, *moments = _Weighted.apply(  # type: ignore[no-untyped-call]
+        x, *w, kernels, geometry, asked, beside, reading, valid
+    )
+    return y, Moments(*moments) if moments else None
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -184,20 +221,30 @@ class _Weighted(torch.autograd.Function):
         geometry: Geometry | None,
         asked: Asked,
         beside: Beside | None,
-    ) -> Tensor:
+        reading: Reading | None,
+        valid: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         x = _as_channels_last(x)
         ctx.save_for_backward(x, w_back)
         ctx.kernels, ctx.geometry, ctx.asked = kernels, geometry, asked
-        ctx.weight_dtype, ctx.beside = own.dtype, beside
-        return kernels.forward(x, w, geometry)
+        ctx.weight_dtype, ctx.beside, ctx.reading = own.dtype, beside, reading
+        # Kernels that read what is finished know nothing of what else there may be to do.
+        more = (reading, valid) if kernels.reads else ()
+        y, moments = kernels.forward(x, w, geometry, *more)
+        if moments is None:
+            return (y,)
+        ctx.mark_non_differentiable(*moments)
+        ctx.set_materialize_grads(False)  # nobody makes zeros for moments
+        return y, *moments
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         x, w_back = ctx.saved_tensors
         g, geometry, asked = _as_channels_last(g), ctx.geometry, ctx.asked
+        more = (ctx.reading,) if ctx.kernels.reads else ()
 
         def weight() -> Tensor:
-            found: Tensor = ctx.kernels.weight(g, x, w_back, geometry, asked.weight)
+            found: Tensor = ctx.kernels.weight(g, x, w_back, geometry, asked.weight, *more)
             return found.to(ctx.weight_dtype)
 
         gx = gw = None
@@ -205,7 +252,7 @@ class _Weighted(torch.autograd.Function):
             gw = weight() if ctx.beside is None else ctx.beside.run(weight, g, x)
         if ctx.needs_input_grad[0]:
             gx = ctx.kernels.input(g, w_back, x, geometry, asked.value)
-        return gx, gw, *[None] * 6
+        return gx, gw, *[None] * 8
 
 
 class _Linears(torch.autograd.Function):
@@ -269,7 +316,7 @@ def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:
 
 # (device, row, in) · (device, out, in)ᵀ
 _PRODUCT = LayerKernels(
-    lambda x, w, _: torch.bmm(x, w.to(x.dtype).transpose(1, 2)),
+    unfinishing(lambda x, w, _: torch.bmm(x, w.to(x.dtype).transpose(1, 2))),
     lambda g, w, *_: torch.bmm(g, w.to(g.dtype)),
     lambda g, x, *_: _sum_of_products(g, x),
 )

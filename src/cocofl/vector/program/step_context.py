@@ -21,8 +21,11 @@ from cocofl.vector.kernels.base import (
     NO_ACTIVATION,
     Activation,
     Asked,
+    Coefficients,
     Kept,
+    Moments,
     Norm,
+    Reading,
     from_rows,
     row_count,
     rows_of,
@@ -75,6 +78,8 @@ class Finish:
     norm: Norm | None = None
     is_begun: bool = False
     """Whether the layer's own kernel has activated already."""
+    moments: Moments | None = None
+    """Of the layer's result, where its own kernel took them."""
 
 
 def finished(
@@ -90,12 +95,28 @@ def finished(
     learned = (None, None) if norm is None else (norm.weight, norm.bias)
     added = None if addend is None else rows_of(addend, image=image)
     rows: Tensor = _Finish.apply(  # type: ignore[no-untyped-call]
-        rows_of(y, image=image), added, offset, *learned, finish
+        rows_of(y, image=image), added, offset, *learned, finish, None
     )
     return from_rows(rows, y, image=image)
 
 
+def left_to_the_reader(y: Tensor, finish: Finish) -> tuple[Tensor, Reading]:
+    """``y`` as it is, for a single reader that normalises, activates and rounds what it reads.
+
+    What that sends back is the gradient of the finished value.
+    """
+    norm, rows = finish.norm, rows_of(y)
+    assert norm is not None
+    c = finish.kernels.norms(y).coefficients(rows.detach(), finish.rows, norm, finish.moments)
+    passed: Tensor = _Finish.apply(  # type: ignore[no-untyped-call]
+        rows, None, None, norm.weight, norm.bias, finish, c
+    )
+    return from_rows(passed, y), Reading(c, finish.activation, finish.output.known)
+
+
 class _Finish(torch.autograd.Function):
+    """With coefficients ``c`` nothing is done on the way forward: the reader does it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -105,18 +126,21 @@ class _Finish(torch.autograd.Function):
         _weight: Tensor | None,
         _bias: Tensor | None,
         finish: Finish,
+        c: Coefficients | None,
     ) -> Tensor:
         run, act = finish.kernels.rows(y), finish.activation
-        point, norm, c = finish.output, finish.norm, None
+        point, norm = finish.output, finish.norm
         grid = point.known
         now = None if point.must_measure else grid
         z: Tensor
-        if norm is None:
+        if c is not None:
+            z = y.view_as(y)
+        elif norm is None:
             still = NO_ACTIVATION if finish.is_begun else act
             z = run.finish(y, offset, addend, still, now)
         else:
             normalise = finish.kernels.norms(y).normalise
-            z, c = normalise(y, finish.rows, norm, addend, act, now)
+            z, c = normalise(y, finish.rows, norm, addend, act, now, finish.moments)
         if point.must_measure:
             grid = point.measure(run.largest(z, finish.rows))
             if grid is not None:
@@ -143,7 +167,7 @@ class _Finish(torch.autograd.Function):
             back = ctx.kernels.norms(g).back_through_norm
             gy, addend, weight, bias = back(g, grid, kept)
         offset = run.total(gy, rows) if needed[2] else None
-        gradients = gy, addend, offset, weight, bias, None
+        gradients = gy, addend, offset, weight, bias, None, None
         return tuple(g if own else None for g, own in zip(gradients, needed, strict=True))
 
 
@@ -188,6 +212,9 @@ class StepContext:
     places: Mapping[str, int] = field(default_factory=dict)
     measures: Tensor | None = None
     """Who has its last mini-batch now."""
+
+    readings: dict[str, Reading] = field(default_factory=dict)
+    """Of values that are left to their readers to finish, what is left to do."""
 
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
