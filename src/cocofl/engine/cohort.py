@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ from cocofl.vector import (
     RuleMemory,
     devices_that_fit,
     disagreement,
+    load_libraries,
     losses,
 )
 
@@ -84,9 +86,12 @@ class CohortExecutor(Executor):
             raise InvalidSetting("the cohort engine was asked for a GPU, but there is none here")
         if self._on.type == "cuda" and self._on.index is not None:
             torch.cuda.set_device(self._on)  # where our own kernels are launched
+        self._loading = Thread(target=load_libraries, args=(self._on,), daemon=True)
+        self._loading.start()
 
     def prepare(self, trainer: Trainer, plan: KernelPlan) -> None:
         """Bring the data to the GPU."""
+        self._loading.join()
         trainer.kernels = plan
         self._trainer, spec = trainer, trainer.spec
         self._source = GpuSamples(spec.train, self._on)

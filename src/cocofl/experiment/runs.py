@@ -25,7 +25,6 @@ from cocofl.experiment.engines import (
     engine_kind,
     executor_for,
     machine_plan,
-    make_executor,
     places_of,
     remember_plan,
 )
@@ -220,13 +219,13 @@ def play_group(
     # Whatever is wrong with an experiment is found before a folder is made for it.
     first = next(iter(experiments.values()))
     refuse_untrusted(*(name for one in experiments.values() for name in one.names()))
-    data = load_data(first)
-    setups = [Setup(one, data) for one in experiments.values()]
-    jobs = [setup.job() for setup in setups]
-    if executor is None and engine_kind(first) == "cohort":
-        make_executor(first)  # also a GPU that is not there
     together = {"together": list(map(str, experiments))} if len(experiments) > 1 else {}
     with ExitStack() as until_the_end:
+        if engine_kind(first) == "cohort":  # a GPU gets ready while all else is put together
+            executor = until_the_end.enter_context(executor_for(first, executor))
+        data = load_data(first)
+        setups = [Setup(one, data) for one in experiments.values()]
+        jobs = [setup.job() for setup in setups]
         folders = [
             until_the_end.enter_context(open_folder(path, one, resume=resume))
             for path, one in experiments.items()
