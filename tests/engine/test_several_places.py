@@ -32,7 +32,7 @@ TINY = Experiment().changed(
     }
 )
 TWO = ["cpu", "cpu"]
-TIMES = "timing.jsonl"
+OTHERS = ("timing.jsonl", "about.json")
 
 
 def several(folder: Path) -> dict[Path, Experiment]:
@@ -40,11 +40,14 @@ def several(folder: Path) -> dict[Path, Experiment]:
     return {folder / f"batch{n}": TINY.changed({"training.batch": n}) for n in (8, 16, 32)}
 
 
-def contents(runs: Sequence[Run]) -> list[dict[str, bytes]]:
-    return [
-        {file.name: file.read_bytes() for file in run.path.iterdir() if file.name != TIMES}
+def contents(runs: Sequence[Run]) -> list[tuple[dict[str, bytes], dict[str, Any]]]:
+    """All but times, and the commit, which may be another when the processes begin."""
+    files = [
+        {file.name: file.read_bytes() for file in run.path.iterdir() if file.name not in OTHERS}
         for run in runs
     ]
+    abouts = [{k: v for k, v in run.folder.about.items() if k != "commit"} for run in runs]
+    return list(zip(files, abouts, strict=True))
 
 
 class Told(Watcher):
