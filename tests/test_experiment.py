@@ -19,9 +19,10 @@ from torch import nn
 
 from cocofl import Span
 from cocofl.config import Experiment
+from cocofl.engine.channels import WorkerFailed
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import InProcess
-from cocofl.engine.workers import WorkerFailed, Workers
+from cocofl.engine.workers import Workers
 from cocofl.errors import (
     CocoflError,
     InvalidExperiment,

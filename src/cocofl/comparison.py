@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ from cocofl.experiment import (
     executor_for,
     in_short,
     load_data,
+    places_of,
     simulate_batch,
 )
 from cocofl.fl.strategies import STRATEGIES
@@ -25,6 +27,10 @@ from cocofl.named import lookup
 
 # A seed that no comparison reports: what was chosen on it was not seen before.
 TUNING_SEED = 1_000_003
+
+
+def _nobody(_path: Path, _experiment: Experiment) -> Sequence[Watcher]:
+    return ()
 
 
 def compare(
@@ -37,7 +43,7 @@ def compare(
     lr_grid: Sequence[float],
     resume: bool,
     watchers: Sequence[Watcher] = (),
-    watch: Watch = lambda _path, _experiment: (),
+    watch: Watch = _nobody,
     announce: Callable[[str, int], None] = lambda _name, _rounds: None,
     budgets: Sequence[str] = (),
     leave_out: Callable[[str, str], None] | None = None,
@@ -55,19 +61,16 @@ def compare(
     _check(experiment, strategies, splits, lr_grid, seeds)
     merges = _suitable(experiment, strategies, splits, budgets, leave_out)
     played: list[Run] = []
-    with executor_for(experiment) as executor:
+    # Spread over several GPUs, runs are played by processes that have executors of their own.
+    spread = len(places_of(experiment)) > 1
+    with nullcontext() if spread else executor_for(experiment) as executor:
 
         def say(paths: Sequence[Path], rounds: int) -> None:
             announce(in_short([str(path.relative_to(out)) for path in paths]), rounds)
 
-        def play(experiments: Mapping[Path, Experiment], **more: Watch) -> dict[Path, Run]:
+        def play(some: Mapping[Path, Experiment], watch: Watch = _nobody) -> dict[Path, Run]:
             runs = simulate_batch(
-                experiments,
-                resume=resume,
-                executor=executor,
-                watchers=watchers,
-                announce=say,
-                **more,
+                some, resume=resume, executor=executor, watchers=watchers, watch=watch, announce=say
             )
             return {run.path: run for run in runs}
 

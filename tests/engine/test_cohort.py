@@ -23,7 +23,7 @@ from cocofl.engine.executor import InProcess
 from cocofl.errors import InvalidExperiment, InvalidSetting
 from cocofl.experiment import Run, Setup, simulate, simulate_batch
 from cocofl.experiment.engines import engine_kind
-from cocofl.experiment.runs import batch_groups
+from cocofl.experiment.groups import batch_groups
 from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.stacked import NotStacked, StackedNetworks, stacked

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from cocofl.config import Experiment
-from cocofl.engine import workers
-from cocofl.engine.workers import PIPE_BYTES, WorkerFailed, Workers
+from cocofl.engine import channels
+from cocofl.engine.channels import PIPE_BYTES, WorkerFailed
+from cocofl.engine.workers import Workers
 from cocofl.experiment import Setup
 from cocofl.fl.state import Contribution, ServerState
 from cocofl.fl.trainer import Task, Trainer
@@ -80,12 +81,12 @@ def test_a_worker_that_was_stopped_is_ended_and_said_so(
     monkeypatch: pytest.MonkeyPatch, much: bool
 ) -> None:
     """Waiting for its answer, or for room in its pipe, would have no end."""
-    monkeypatch.setattr(workers, "SILENT_S", 2)
+    monkeypatch.setattr(channels, "SILENT_S", 2)
     executor = Workers(1)
     (channel,) = executor._channels
     os.kill(channel.process.pid, signal.SIGSTOP)
     with pytest.raises(WorkerFailed, match=r"did not answer for 2 s and was ended; nothing is"):
-        executor._all("path", ["x" * 3 * PIPE_BYTES * much])
+        executor._channels.ask_all("path", ["x" * 3 * PIPE_BYTES * much])
     executor.close()
 
 

@@ -370,6 +370,18 @@ def test_dropout_in_frozen_blocks(variant, random, span, chain):
     assert torch.equal(net(IMAGES), net(IMAGES)) != random
 
 
+@pytest.mark.parametrize(
+    ("layer", "is_lowered_twice"),
+    [(nn.Dropout(0.5), True), (nn.Dropout(0.0), False), (nn.Identity(), False)],
+)
+def test_a_chain_is_lowered_once_more_only_where_something_drops(layer, is_lowered_twice):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.Conv2d(4, 2, 3))
+    network = Network(split(model, IMAGES))
+    assert (network.with_dropout is not network.lowered) == is_lowered_twice
+    drops = [op for block in network.with_dropout.blocks for op in block.operations]
+    assert any(getattr(op, "drops", 0) for op in drops) == is_lowered_twice
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dropout_in_trained_blocks(variant, chain):
     net = freeze(chain, Span(1, 2), variant=variant, backend="reference")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ from cocofl.vector import (
     RuleMemory,
     devices_that_fit,
     disagreement,
+    load_libraries,
     losses,
 )
 
@@ -82,9 +84,14 @@ class CohortExecutor(Executor):
         self._devices = devices
         if self._on.type == "cuda" and not torch.cuda.is_available():
             raise InvalidSetting("the cohort engine was asked for a GPU, but there is none here")
+        if self._on.type == "cuda" and self._on.index is not None:
+            torch.cuda.set_device(self._on)  # where our own kernels are launched
+        self._loading = Thread(target=load_libraries, args=(self._on,), daemon=True)
+        self._loading.start()
 
     def prepare(self, trainer: Trainer, plan: KernelPlan) -> None:
         """Bring the data to the GPU."""
+        self._loading.join()
         trainer.kernels = plan
         self._trainer, spec = trainer, trainer.spec
         self._source = GpuSamples(spec.train, self._on)
@@ -265,6 +272,11 @@ class CohortExecutor(Executor):
             self._evaluator = GpuEvaluator(self._trainer, self._tests, precision, capture=capture)
         return self._evaluator.test(state, chunks, statistics)
 
+    @property
+    def devices_at_once(self) -> int:
+        """How many devices have trained at a time so far, at most."""
+        return 0 if self._cohort is None else self._cohort.devices
+
     def close(self) -> None:
         """Let go of the GPU's memory."""
         self._cohort = self._evaluator = None
@@ -300,7 +312,9 @@ class CohortExecutor(Executor):
                 )
 
             most, distilled = self._room_for
-            fitting = self._devices or devices_that_fit(make, most, self._on, distils=distilled)
+            fitting = self._devices or devices_that_fit(
+                make, most, self._on, chain=self._trainer.chain(), distils=distilled
+            )
             self._cohort = make(min(most, fitting))
         return self._cohort
 

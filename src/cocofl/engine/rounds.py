@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +26,7 @@ from cocofl.fl.federation import Faults, Federation
 from cocofl.fl.merge import Mean
 from cocofl.fl.metrics import STATISTICS, Evaluation, Populations, scores
 from cocofl.fl.rules import Rules
-from cocofl.fl.state import Contribution, ServerState, is_scale
+from cocofl.fl.state import Contribution, ServerState, Tensors, is_scale
 from cocofl.fl.strategies import Plan, Strategy
 from cocofl.fl.trainer import Task, Trainer, norms_of
 from cocofl.fl.training import Training
@@ -327,6 +328,8 @@ class RunInProgress:
         chain, tensors = job.trainer.chain(), self.state.tensors.items()
         own = chain.state_dict()  # without statistics of narrower networks
         check_state(chain, {key: t for key, t in tensors if key in own or is_scale(key)}, None)
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -339,17 +342,33 @@ class RunInProgress:
         self.folder.append(record, timing)
         self.next_round += 1
         if self.next_round % self.job.checkpoint_every == 0 and not self.is_over:
-            kept = self.state.flat() | self.pace.flat()
-            self.folder.save_checkpoint(self.next_round, kept)
+            self._keep(self.state.flat() | self.pace.flat())
         for watcher in self._watchers:
             watcher.on_round(record)
         if self.is_over:  # at once: one that has fewer rounds left need not wait for others
+            self.wait_for_checkpoint()
             whole = self.job.trainer.merged
             if self.job.evaluation.average:
                 self.folder.save_average(whole(averaged(self.state).tensors), self.job.rounds)
             self.folder.save_model(whole(self.state.tensors), self.job.rounds)
             for watcher in self._watchers:
                 watcher.on_end()
+
+    def _keep(self, state: Tensors) -> None:
+        """Write a checkpoint, in a simulation while the next rounds are played.
+
+        A run that is killed meanwhile goes on from the checkpoint before, to the same bits. Devices
+        on a network would not do a round again: there the next one waits.
+        """
+        self.wait_for_checkpoint()
+        self._writing = self._writer.submit(self.folder.save_checkpoint, self.next_round, state)
+        if self.job.federation is None:
+            self.wait_for_checkpoint()
+
+    def wait_for_checkpoint(self) -> None:
+        """Until the last checkpoint is written; complain if it could not be."""
+        if self._writing is not None:
+            self._writing.result()
 
 
 def run(
@@ -365,8 +384,12 @@ def run(
     _prepare(runs, executor, plan)
     for one in runs:
         one.state = executor.placed(one.state)
-    while under_way := [one for one in runs if not one.is_over]:
-        play_round(under_way, executor)
+    try:
+        while under_way := [one for one in runs if not one.is_over]:
+            play_round(under_way, executor)
+    finally:  # the folders are let go
+        for one in runs:
+            one.wait_for_checkpoint()
 
 
 def _prepare(runs: Sequence[RunInProgress], executor: Executor, plan: KernelPlan) -> None:

@@ -67,19 +67,18 @@ class Worker:
         return self._trainer.test(self._state, chunks, statistics)
 
 
-def serve(requests: Connection, replies: Connection) -> None:
-    """Answer until the other side goes away."""
-    worker = Worker()
+def serve(worker: object, requests: Connection, replies: Connection) -> None:
+    """Answer with what the worker's methods return, until the other side goes away."""
     while True:
         try:
             name, arguments = wire.receive(requests)
         except EOFError:
             return
+        method: Callable[..., Any] = getattr(worker, name)
         if name == "state":  # nobody waits for an answer to this
-            worker.state(*arguments)
+            method(*arguments)
             continue
         try:
-            method: Callable[..., Any] = getattr(worker, name)
             reply = ("done", method(*arguments))
         except CocoflError as error:
             reply = ("mistake", (type(error).__name__, str(error)))
@@ -111,14 +110,25 @@ def show_life(pipe: int) -> None:
         time.sleep(1.0)
 
 
-if __name__ == "__main__":
-    for task, pipe in ((end_with_reader, sys.argv[2]), (show_life, sys.argv[3])):
-        threading.Thread(target=task, args=(int(pipe),), daemon=True).start()
-    torch.set_num_threads(1)
-    keep_freed_memory()
+def serve_parent(make: Callable[[Callable[[Any], None]], object]) -> None:
+    """Be a worker process, of what is made here.
+
+    It is made with a function that sends news: the parent hears them before the answer.
+    """
+    requests, replies, pulse = map(int, sys.argv[1:4])
+    for task, pipe in ((end_with_reader, replies), (show_life, pulse)):
+        threading.Thread(target=task, args=(pipe,), daemon=True).start()
     # What is printed here must not mix with the parent's output.
     os.dup2(2, 1)
-    serve(
-        Connection(int(sys.argv[1]), writable=False),
-        Connection(int(sys.argv[2]), readable=False),
-    )
+    answers = Connection(replies, readable=False)
+
+    def tell(news: Any) -> None:
+        answers.send_bytes(wire.dumps(("news", news)))
+
+    serve(make(tell), Connection(requests, writable=False), answers)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    serve_parent(lambda _tell: Worker())

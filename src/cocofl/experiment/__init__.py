@@ -1,12 +1,11 @@
 """One experiment, put together and run; and many of them."""
 
-from cocofl.experiment.engines import executor_for, machine_plan, remember_plan
+from cocofl.experiment.engines import executor_for, machine_plan, places_of, remember_plan
+from cocofl.experiment.groups import Watch, in_short
 from cocofl.experiment.runs import (
     Run,
     Spread,
-    Watch,
     evaluate_run,
-    in_short,
     model_with,
     open_folder,
     simulate,
@@ -26,6 +25,7 @@ __all__ = [
     "machine_plan",
     "model_with",
     "open_folder",
+    "places_of",
     "remember_plan",
     "rounds_of",
     "simulate",

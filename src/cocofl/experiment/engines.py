@@ -20,11 +20,12 @@ from cocofl.freeze import KernelPlan
 from cocofl.profiling.table import Hardware
 
 
-def make_executor(experiment: Experiment) -> Executor:
-    """The executor that the experiment asks for."""
+def make_executor(experiment: Experiment, place: str = "") -> Executor:
+    """The executor that the experiment asks for, a cohort's at ``place`` where that is said."""
     settings, kind = experiment.engine, engine_kind(experiment)
     if kind == "cohort":
-        return CohortExecutor(_cohort_device(experiment), precision=settings.precision)
+        on = place or _cohort_device(experiment)
+        return CohortExecutor(on, precision=settings.precision)
     if kind == "serial":
         return Workers(settings.workers or None)
     assert kind == "flower"
@@ -52,6 +53,17 @@ def engine_kind(experiment: Experiment) -> str:
         return kind
     can = torch.cuda.is_available() and experiment.training.stacked_optimizer() is not None
     return "cohort" if can else "serial"
+
+
+def places_of(experiment: Experiment) -> list[str]:
+    """Where groups of runs can be played beside each other: on every GPU, unless one is named.
+
+    Processes that train devices one by one have all cores already: then there is one place.
+    """
+    device = _cohort_device(experiment) if engine_kind(experiment) == "cohort" else "cpu"
+    if device != "cuda":
+        return [device]
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
 def _cohort_device(experiment: Experiment) -> str:

@@ -6,7 +6,7 @@ On a GPU those that share a network are one computation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,31 +25,18 @@ from cocofl.experiment.engines import (
     engine_kind,
     executor_for,
     machine_plan,
-    make_executor,
+    places_of,
     remember_plan,
 )
+from cocofl.experiment.groups import DEVICES_AT_ONCE, Announce, Group, Watch, batch_groups
 from cocofl.experiment.setup import Setup, load_data, rounds_of
+from cocofl.experiment.spreading import play_on_each
 from cocofl.fl.metrics import MetricFacts, recorded_metric
-from cocofl.fl.strategies import NEEDS_NOTHING, facts_of
+from cocofl.fl.strategies import NEEDS_NOTHING
 from cocofl.fl.strategies.learning import OPTIONS as LEARNING
 from cocofl.freeze import KernelPlan, State
 from cocofl.named import refuse_untrusted
 from cocofl.runlog import PLAN, RoundRecord, RunFolder, Scores, metric_names, only_writer
-
-DEVICES_AT_ONCE = 40
-"""More gain little (docs/notebook/cohort.md); the more share a GPU, the later the first ends."""
-
-_COMMON = (
-    *("model.", "training.", "engine.", "upload.", "evaluation.metrics"),
-    *("data.name", "data.dir", "data.preset", "data.options"),
-)
-# The learning rate is a device's own.
-_OWN = ("training.lr", "training.decay_rounds", "training.decay_factor")
-
-Watch = Callable[[Path, Experiment], Sequence[Watcher]]
-"""Says who is told of a run that begins, or goes on, in a folder."""
-Announce = Callable[[Sequence[Path], int], None]
-"""Is told which folders' runs begin, and how many rounds the first has."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +160,16 @@ def simulate(
     """
     experiment = experiment or Experiment()
     path = Path(out) if out is not None else experiment.folder
-    return _play({path: experiment}, executor, watchers, watch, resume=resume)[path]
+    play_group({path: experiment}, executor, watchers, watch, resume=resume)
+    return Run.open(path)
 
 
 def simulate_batch(
-    experiments: Mapping[Path, Experiment],
+    experiments: Group,
     *,
     resume: bool = False,
     executor: Executor | None = None,
+    places: Sequence[str] | None = None,
     watchers: Sequence[Watcher] = (),
     watch: Watch = lambda _path, _experiment: (),
     announce: Announce = lambda _paths, _rounds: None,
@@ -190,7 +179,8 @@ def simulate_batch(
     Those that ``watch`` makes are told of one run each.
 
     A cohort plays seeds, strategies and splits at once that share model, data set and training.
-    Elsewhere one run follows another.
+    Elsewhere one run follows another. With several ``places``, by default the GPUs that there are,
+    each plays a part of the runs in a process of its own, unless an ``executor`` is given.
     """
     first = next(iter(experiments.values()))
     if any(
@@ -198,34 +188,44 @@ def simulate_batch(
         for one in experiments.values()
     ):
         raise InvalidExperiment("experiments that run together must have the same engine")
-    found: dict[Path, Run] = {}
-    with executor_for(first, executor) as own:
-        at_once = DEVICES_AT_ONCE if isinstance(own, CohortExecutor) else 0
-        for some in batch_groups(experiments, at_once):
-            announce(list(some), rounds_of(next(iter(some.values()))))
-            found |= _play(some, own, watchers, watch, resume=resume)
-    return [found[path] for path in experiments]
+    if executor is not None:
+        places = ["here"]
+    elif places is None:
+        places = places_of(first)
+    is_cohort = isinstance(executor, CohortExecutor) if executor else engine_kind(first) == "cohort"
+    groups = batch_groups(experiments, DEVICES_AT_ONCE if is_cohort else 0, len(places))
+    if len(places) > 1 and len(groups) > 1:
+        refuse_untrusted(*(name for one in experiments.values() for name in one.names()))
+        play_on_each(
+            groups, places, resume=resume, watchers=watchers, watch=watch, announce=announce
+        )
+    else:
+        with executor_for(first, executor) as own:
+            for group in groups:
+                announce(list(group), rounds_of(next(iter(group.values()))))
+                play_group(group, own, watchers, watch, resume=resume)
+    return [Run.open(path) for path in experiments]
 
 
-def _play(
-    experiments: Mapping[Path, Experiment],
+def play_group(
+    experiments: Group,
     executor: Executor | None,
     watchers: Sequence[Watcher],
     watch: Watch,
     *,
     resume: bool,
-) -> dict[Path, Run]:
+) -> None:
     """Run experiments at once; several are one computation of a cohort."""
     # Whatever is wrong with an experiment is found before a folder is made for it.
     first = next(iter(experiments.values()))
     refuse_untrusted(*(name for one in experiments.values() for name in one.names()))
-    data = load_data(first)
-    setups = [Setup(one, data) for one in experiments.values()]
-    jobs = [setup.job() for setup in setups]
-    if executor is None and engine_kind(first) == "cohort":
-        make_executor(first)  # also a GPU that is not there
     together = {"together": list(map(str, experiments))} if len(experiments) > 1 else {}
     with ExitStack() as until_the_end:
+        if engine_kind(first) == "cohort":  # a GPU gets ready while all else is put together
+            executor = until_the_end.enter_context(executor_for(first, executor))
+        data = load_data(first)
+        setups = [Setup(one, data) for one in experiments.values()]
+        jobs = [setup.job() for setup in setups]
         folders = [
             until_the_end.enter_context(open_folder(path, one, resume=resume))
             for path, one in experiments.items()
@@ -244,46 +244,6 @@ def _play(
             ]
             run(jobs_to_do, own, machine_plan())
             remember_plan(KernelPlan.load(todo[0][0].path / PLAN))
-    return {folder.path: Run(folder) for folder in folders}
-
-
-def in_short(names: Sequence[str]) -> str:
-    """What to call runs that are played at once; what is shown of them is the first's.
-
-    >>> in_short(["cocofl/seed0"]), in_short(["cocofl/seed0", "cocofl/seed1", "fjord/seed0"])
-    ('cocofl/seed0', 'cocofl/seed0 and 2 more')
-    """
-    first, *others = names
-    return f"{first} and {len(others)} more" if others else first
-
-
-def batch_groups(
-    experiments: Mapping[Path, Experiment], at_once: int = DEVICES_AT_ONCE
-) -> list[dict[Path, Experiment]]:
-    """Which of them a cohort plays together: never more devices than may be ``at_once``."""
-    found: list[dict[Path, Experiment]] = []
-    for path, one in experiments.items():
-        for group in found:
-            members = [*group.values(), one]
-            devices = sum(member.devices.per_round for member in members)
-            if devices <= at_once and _common_ground(members[0]) == _common_ground(one):
-                group[path] = one
-                break
-        else:
-            found.append({path: one})
-    return found
-
-
-def _common_ground(experiment: Experiment) -> dict[str, Any]:
-    """What those have in common that are one computation."""
-    values = experiment.by_key().items()
-    common = {key: v for key, v in values if key.startswith(_COMMON) and key not in _OWN}
-    common |= {key: experiment.strategy.options.get(key) for key in LEARNING}
-    facts = facts_of(experiment.strategy.name)
-    if facts.own_network:
-        return {"alone": experiment}
-    # Who has all data has many times the mini-batches: everybody else would wait.
-    return common | {"central": facts.all_data_in_one_place}
 
 
 def evaluate_run(

@@ -179,6 +179,7 @@ class StackedLayout(Layout):
         self._fresh_statistics = cache(partial(self._statistics_row, tensors={}))
         self._places_of_level = cache(lambda level: networks.has(level).double().to(on))
         self._bytes, self._pieces = cache(self._bytes_of), cache(self._pieces_of)
+        self._sizes = cache(self._sizes_of)
         self._row_blocks = cache(lambda kind: self._slots[kind].blocks().to(on))
         self._orders = lru_cache(maxsize=16)(self._orders_of)
 
@@ -383,8 +384,11 @@ class StackedLayout(Layout):
         return votes
 
     def _bytes_of(self, kind: str, width: float, blocks: Blocks) -> int:
-        own, slots = self._trainer.model(width).state_dict(), self._slots[kind].by_key
-        return sum(own[key].nbytes for key, slot in slots.items() if slot.block in blocks)
+        sizes, slots = self._sizes(width), self._slots[kind].by_key
+        return sum(sizes[key] for key, slot in slots.items() if slot.block in blocks)
+
+    def _sizes_of(self, width: float) -> dict[str, int]:
+        return {key: t.nbytes for key, t in self._trainer.model(width).state_dict().items()}
 
 
 class Trained(NamedTuple):

@@ -131,6 +131,7 @@ def _lower_block(
     shapes: dict[str, tuple[int, ...]] = {}
     operations: list[Operation] = []
     outputs: Any = None
+    drops = False
     arriving = iter(inputs)
     for node in seen.graph.nodes:
         if node.op == "placeholder":
@@ -142,7 +143,9 @@ def _lower_block(
             continue  # runs as part of the nodes that take it apart
         elif (source := passed_through(node, block)) is not None:
             names[node] = names[source]
-            if keep_dropout and (p := _drop_probability(node, block)):
+            p = _drop_probability(node, block)
+            drops |= bool(p)
+            if keep_dropout and p:
                 names[node] = name = f"{index}.{node.name}"
                 own = NodeOp(name, (node,), (names[source],), True, False, dict(names), drops=p)
                 operations.append(own)
@@ -168,6 +171,7 @@ def _lower_block(
         channels_last=seen.channels_last,
         whole=seen.whole,
         returns=seen.returns,
+        drops=drops,
     )
 
 

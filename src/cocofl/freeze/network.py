@@ -156,6 +156,8 @@ class Network:
     @cached_property
     def with_dropout(self) -> LoweredChain:
         """The same with dropout as operations, which devices that train a block need."""
+        if self.plain is self and not any(block.drops for block in self.lowered.blocks):
+            return self.lowered
         return LoweredChain(self.chain, lower(self.chain, keep_dropout=True))
 
     @cached_property

@@ -149,6 +149,8 @@ class LoweredBlock:
     """The class of what it returns, if that is a dict with attributes."""
     learned: dict[str, str] = field(default_factory=dict)
     """Values that are parameters which learn though the block is frozen, with their keys."""
+    drops: bool = False
+    """Whether elements are dropped where the block is trained."""
 
     @property
     def flat_nodes(self) -> frozenset[str]:

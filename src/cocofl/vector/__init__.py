@@ -5,7 +5,7 @@ from cocofl.vector.program.row_layout import Rows, Segments
 from cocofl.vector.training import losses
 from cocofl.vector.training.agreement import disagreement, narrows
 from cocofl.vector.training.cohort import Cohort, DeviceWork, Source
-from cocofl.vector.training.execution import PRECISIONS, Graphs, Precision
+from cocofl.vector.training.execution import PRECISIONS, Graphs, Precision, load_libraries
 from cocofl.vector.training.gpu_memory import SmallerCohort, devices_that_fit
 from cocofl.vector.training.levels import WHOLE, factor_row
 from cocofl.vector.training.optimizer import Adam, Descent, Optimizer, Sgd
@@ -31,6 +31,7 @@ __all__ = [
     "devices_that_fit",
     "disagreement",
     "factor_row",
+    "load_libraries",
     "losses",
     "narrows",
 ]

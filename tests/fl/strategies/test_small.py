@@ -12,7 +12,7 @@ from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import InProcess
 from cocofl.errors import CocoflError, InvalidExperiment, InvalidModel, InvalidSetting
 from cocofl.experiment import Setup, evaluate_run
-from cocofl.experiment.runs import batch_groups
+from cocofl.experiment.groups import batch_groups
 from cocofl.fl.devices import Group, Uniform, make_devices
 from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies import STRATEGIES

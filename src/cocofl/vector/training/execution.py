@@ -6,7 +6,7 @@ A captured step is launched as a whole, at the cost of one launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,22 @@ import torch
 from torch import Tensor
 
 from cocofl.errors import InvalidSetting
+from cocofl.vector.kernels.choice import KernelSet
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 """How exactly to multiply; of ``tf32`` 19 bits go into a product."""
 _WARM_UPS = 1
+
+
+def load_libraries(on: torch.device) -> None:
+    """Load what a GPU needs and takes a second or two: a context there, libraries, a compiler.
+
+    It can be done beside other work. What goes wrong is said to whoever computes there first.
+    """
+    if on.type == "cuda":
+        with suppress(RuntimeError):
+            one = torch.ones(1, 1, device=on)
+            KernelSet.on(on).rows(one @ one)
 
 
 @dataclass(frozen=True)
