@@ -27,7 +27,7 @@ from cocofl.vector.kernels.triton_rows import (
     reading_parts,
 )
 
-_FEW = 128  # programs below which smaller tiles keep more of a large GPU busy
+_FEW = 2048  # rows of a device up to which tiles are for many channels, not for many rows
 _PROGRAMS = 528  # four for each multiprocessor; sums are cut into as many pieces
 _PIECES = 32  # of a sum, at most: they are read again to be added up
 _BLOCK = 1024  # sums that a program adds up
@@ -148,28 +148,22 @@ def _add_up(PARTS, OUT, size, pieces, BLOCK: tl.constexpr):
     tl.store(OUT + d * size + at, total, mask=at < size)
 
 
-def _side(size: int, most: int) -> int:
-    return max(16, min(most, triton.next_power_of_2(size)))
+# The tiles were measured on an H200 with the sizes of MobileNet (bench/pointwise.py).
 
 
-def product_tile(x: Tensor, inputs: int, outputs: int) -> Tile:
+def product_tile(n: int, inputs: int, outputs: int) -> Tile:
     """For rows times weights."""
-    devices, n = x.shape[:2]
-    columns = _side(outputs, 128)
-    if columns == 128 and triton.cdiv(outputs, 64) * 64 < triton.cdiv(outputs, 128) * 128:
-        columns = 64
-    terms = 64 if x.element_size() == 2 else 32
-    while terms > 16 and inputs % terms:
-        terms //= 2
-    rows = 128
-    while rows > 32 and devices * triton.cdiv(n, rows) * triton.cdiv(outputs, columns) < _FEW:
-        rows //= 2
-    return Tile(rows, columns, terms, 8 if rows * columns > 8192 else 4, 3)
+    if n > _FEW:
+        return Tile(256, 16 if outputs <= 16 else 32, 16 if inputs < 128 else 32)
+    if outputs > 2 * inputs:
+        return Tile(128, 64, 16 if inputs < 128 else 32)
+    narrow = triton.cdiv(outputs, 64) * 64 < 0.8 * triton.cdiv(outputs, 128) * 128
+    return Tile(64, 64 if narrow else 128, 32)
 
 
-def weight_tile(x: Tensor, inputs: int, outputs: int) -> Tile:
+def weight_tile(n: int) -> Tile:
     """For gradients times rows."""
-    return Tile(_side(outputs, 64), _side(inputs, 64), 64 if x.element_size() == 2 else 32, 4, 3)
+    return Tile(32, 32, 64) if n > _FEW else Tile(64, 64, 32, 2)
 
 
 def _units(channels: int) -> tuple[int, int]:
@@ -193,7 +187,7 @@ def multiply(
     x, w = x.contiguous(), by_device(w)
     d, n, inputs = x.shape
     y = torch.empty(d, n, outputs, dtype=x.dtype, device=x.device)
-    tile = tile or product_tile(x, inputs, outputs)
+    tile = tile or product_tile(n, inputs, outputs)
     pieces, tiles = triton.cdiv(n, tile.rows), triton.cdiv(outputs, tile.columns)
     moments = None if valid is None else Moments.empty(d, pieces, outputs, x.device)
     in_units, in_unit = _units(inputs)
@@ -230,8 +224,11 @@ def pointwise(
 def pointwise_input(g: Tensor, w: Tensor, x: Tensor, geometry: Geometry, asked: Tensor) -> Tensor:
     """The gradient of what was read, from that of the result, for devices that asked."""
     del geometry
-    rows, _ = multiply(rows_of(g), w.flatten(2).to(g.dtype), w.shape[2], back=True, asked=asked)
-    return from_rows(rows, x)
+    g, w = rows_of(g), w.flatten(2).to(g.dtype)
+    if g.shape[1] <= _FEW:
+        # Late layers: nearly everybody asks, and PyTorch's own product is the faster one.
+        return from_rows(torch.bmm(g, w), x)
+    return from_rows(multiply(g, w, w.shape[2], back=True, asked=asked)[0], x)
 
 
 def pointwise_weight(
@@ -257,7 +254,7 @@ def sum_of_products(
     """Gradients (device, row, out) times what was read (device, row, in): (device, out, in)."""
     g, x = g.contiguous(), x.contiguous()
     (d, n, outputs), inputs = g.shape, x.shape[2]
-    tile = tile or weight_tile(x, inputs, outputs)
+    tile = tile or weight_tile(n)
     wide = triton.cdiv(outputs, tile.rows), triton.cdiv(inputs, tile.columns)
     steps = triton.cdiv(n, tile.terms)
     pieces = max(1, min(_PIECES, steps // 4, _PROGRAMS // (d * wide[0] * wide[1])))
