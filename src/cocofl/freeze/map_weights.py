@@ -51,7 +51,12 @@ def map_weights(
     if passing:
         groups = [op.geometry.groups if op.geometry else 1 for op, _ in maps]
         turned = [transposed(w, g) for w, g in zip(weights, groups, strict=True)]
-        backward = [*quantize_weights(turned, bits)]
+        # That of a filter per channel is the same, and is quantized already.
+        others = [i for i, weight in enumerate(weights) if turned[i] is not weight]
+        quantized = quantize_weights([turned[i] for i in others], bits)
+        backward = [*forward]
+        for i, one in zip(others, quantized, strict=True):
+            backward[i] = one
     biases = [bias for _, bias in folded]
     return [MapWeights(*parts) for parts in zip(forward, backward, biases, strict=True)]
 
