@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from cocofl import BlockChain, InvalidSetting, Span, freeze, split
 from cocofl.freeze import BFLOAT16, FLOAT32, VARIANTS, FrozenNet, adapt, precision
+from cocofl.freeze.dispatch import OperationWatch
 from cocofl.models import MODELS
 from cocofl.profiling.memory import peak_tensor_bytes
 
@@ -96,6 +98,41 @@ def test_it_takes_less_memory(chain):
         for one in (FLOAT32, BFLOAT16)
     )
     assert rounded < 0.7 * exact
+
+
+class Convolutions(OperationWatch):
+    """Notes of each the stride, the groups, the size of its filters and the type of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            _, weight, _, stride, *_, groups = args
+            self.seen.add((max(stride), groups > 1, weight.shape[-1], weight.dtype))
+        return func(*args, **kwargs or {})
+
+
+def test_convolutions_that_are_slow_or_faulty_in_it_stay_float32():
+    layers = [
+        nn.Conv2d(3, 16, 3, stride=2),
+        nn.Conv2d(16, 16, 3, groups=16),
+        nn.Conv2d(16, 16, 3, stride=(2, 1), groups=16),
+        nn.Conv2d(16, 8, 1, stride=2),
+        nn.Conv2d(8, 8, 1),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)),
+    ]
+    net = frozen(split(nn.Sequential(*layers), IMAGES), Span(0, 6), "f", BFLOAT16)
+    with Convolutions() as watch:
+        stepped(net)
+    assert watch.seen == {
+        (2, False, 3, torch.bfloat16),
+        (1, True, 3, torch.bfloat16),
+        (2, True, 3, torch.float32),
+        (2, False, 1, torch.float32),
+        (1, False, 1, torch.bfloat16),
+    }
 
 
 def test_it_is_described(chain):
