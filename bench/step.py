@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from cocofl import BlockChain, KernelPlan, Span, chain_state, freeze, split
 from cocofl.allocator import keep_freed_memory
-from cocofl.freeze import VARIANTS, FrozenNet, State
+from cocofl.freeze import BFLOAT16, VARIANTS, FrozenNet, State
 from cocofl.freeze.region import IntegerRegion
 from cocofl.freeze.steps import MapStep
 from cocofl.models import MODELS
@@ -163,6 +163,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true", help="skip the peak measurement")
     parser.add_argument("--unscaled", action="store_true", help="also qff that is sent no scales")
     parser.add_argument("--checkpoint", action="store_true", help="also qff that computes again")
+    parser.add_argument("--bf16", action="store_true", help="also qff that trains in bfloat16")
     parser.add_argument("--by-operation", action="store_true", help="where the time of qff goes")
     parser.add_argument("--freezing", action="store_true", help="time freezing other weights, too")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
@@ -200,6 +201,8 @@ def main() -> None:
         builders |= {f"{span} unscaled": builder(span, "qff", state=weights) for span in spans}
     if args.checkpoint:
         builders |= {f"{span} again": builder(span, "qff", checkpoint=True) for span in spans}
+    if args.bf16:
+        builders |= {f"{span} bf16": builder(span, "qff", precision=BFLOAT16) for span in spans}
     steps = {name: training_step(build(), (x,), y) for name, build in builders.items()}
     seconds = interleaved(steps, args.repeats)
     del steps

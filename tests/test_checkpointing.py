@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from cocofl.engine.executor import InProcess
 from cocofl.errors import InvalidSetting, TableMismatch
 from cocofl.experiment.setup import Setup
 from cocofl.fl.federation import Situation
-from cocofl.profiling import measure
+from cocofl.profiling import Cost, measure
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.subject import Settings, prepare
+from cocofl.span import all_spans
 
 SMALL: dict[str, Any] = {
     "rounds": 1,
@@ -83,6 +85,21 @@ def test_auto_computes_again_only_what_does_not_fit_otherwise() -> None:
     assert (found.work.blocks, found.work.checkpoint) == (plain.everything, False)
     found = plan("always", Budget())
     assert found.work.checkpoint
+
+
+def test_auto_takes_the_table_that_was_measured_beside_that_of_spans(tmp_path: Path) -> None:
+    n, settings = len(Setup(Experiment()).chain), Settings("tiny", 4)
+    cost, full = Cost(1.0, None, 100, 10), {1.0: Cost(2.0, None, 400, 30)}
+    costs: dict[Any, Cost] = dict.fromkeys(all_spans(n), cost)
+    settings.table(costs, n, source="measured").save(tmp_path / "own.json")
+    changes = {"strategy.checkpoint": "auto", "tables.spans": str(tmp_path / "own.json")}
+    setup = Setup(Experiment().changed(changes))
+    assert "analytic" in setup.tables.checkpointed("qff").name
+    again = replace(settings, checkpoint=True)
+    again.table(costs | full, n, source="measured").save(tmp_path / "own-checkpoint.json")
+    setup = Setup(Experiment().changed(changes))
+    assert setup.tables.checkpointed("qff").row(Span(0, n)) == (0.5, 0.25, pytest.approx(1 / 3))
+    assert "own-checkpoint.json" in setup.tables.served["qff checkpointed"]
 
 
 def test_another_table_is_refused(tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ class TableSettings:
     spans: str = "auto"
     """What spans cost."""
     checkpointed: str = "auto"
-    """The same with trained blocks checkpointed; ``auto`` counts what that changes of ``spans``."""
+    """The same with trained blocks checkpointed; ``auto`` takes ``own-checkpoint.json`` beside the
+    ``own.json`` of ``spans``, or counts what that changes."""
     widths: str = "auto"
     """What widths cost, for HeteroFL and FjORD."""
 

@@ -163,15 +163,16 @@ def quantize_weight(weight: Tensor, bits: int = 8) -> QuantizedWeight:
 def quantize_weights(weights: Sequence[Tensor], bits: int = 8) -> list[QuantizedWeight]:
     """The same for many: those whose channels are of one size take a few operations together."""
     largest = 2 ** (bits - 1) - 1
-    flat = [weight.detach().float().contiguous().flatten(1) for weight in weights]
+    flat = [weight.detach().float().flatten(1) for weight in weights]
     by_size: dict[int, list[int]] = {}
     for i, rows in enumerate(flat):
         by_size.setdefault(rows.shape[1], []).append(i)
     found: dict[int, QuantizedWeight] = {}
     for alike in by_size.values():
-        rows = torch.cat([flat[i] for i in alike]) if len(alike) > 1 else flat[alike[0]]
+        rows = torch.cat([flat[i] for i in alike])  # a copy, which may be overwritten
         scales = rows.abs().amax(1).clamp_(min=_TINY).div_(largest)
-        codes = torch.div(rows, scales[:, None]).round_().clamp_(-largest, largest).to(torch.int8)
+        # The largest of a channel becomes the last code, so nothing is beyond.
+        codes = rows.div_(scales[:, None]).round_().to(torch.int8)
         lengths = [len(flat[i]) for i in alike]
         parts = zip(alike, codes.split(lengths), scales.split(lengths), strict=True)
         for i, own, scale in parts:

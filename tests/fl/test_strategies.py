@@ -18,6 +18,7 @@ from cocofl.fl.strategies import (
     facts_of,
     recorded_facts,
 )
+from cocofl.freeze import FLOAT32
 from cocofl.profiling import Cost
 
 WIDTHS = (0.1, 0.15, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -31,7 +32,7 @@ class WidthTables:
     is_text: bool = False
     labels: str = "classes"
 
-    def spans(self, variant: str | None = None) -> ProfileTable:
+    def spans(self, variant: str | None = None, precision: str = FLOAT32) -> ProfileTable:
         raise AssertionError(variant)
 
     def check_rolls(self) -> None:

@@ -140,6 +140,12 @@ def test_a_known_scale_is_taken(chain):
     freeze(chain, Span(3, 4), state=chain_state(chain) | {SITE: torch.tensor(0.1)})
 
 
+def test_numbers_may_be_so_large_that_their_sum_is_not_finite(chain):
+    state = chain_state(chain)
+    state["0.0.weight"].fill_(3e38)
+    freeze(chain, Span(0, 1), variant="f", state=state)
+
+
 def test_what_nobody_merges_may_be_in_a_state(chain):
     freeze(chain, Span(0, 1), state=chain.state_dict())
 

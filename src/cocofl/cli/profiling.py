@@ -27,6 +27,7 @@ from cocofl.cli.printing import (
 from cocofl.errors import InvalidSetting, OtherHardware
 from cocofl.fl.select import feasible, maximal, nothing_fits
 from cocofl.fl.strategies.learning import LORA, WHOLE, check_learning
+from cocofl.freeze import FLOAT32
 from cocofl.freeze.adapters import ALPHA, RANK
 from cocofl.models import MODELS
 from cocofl.named import vouch_for
@@ -36,6 +37,7 @@ from cocofl.profiling.cost_model import fast_table
 from cocofl.profiling.device_rates import DEVICES, device_named
 from cocofl.profiling.subject import Settings, Subject
 from cocofl.profiling.sweep import Progress, sweep
+from cocofl.profiling.table import checkpointed_beside
 from cocofl.report.tables import TextTable
 from cocofl.span import Blocks, Role
 
@@ -74,6 +76,7 @@ def profile(
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Trained blocks are computed again in backward.")
     ] = False,
+    precision: Annotated[str, typer.Option(help="Of trained blocks; or bfloat16.")] = FLOAT32,
     fast: Annotated[bool, typer.Option("--fast", help="Measure few, predict the rest.")] = False,
     analytic: Annotated[bool, typer.Option("--analytic", help="Measure nothing: count.")] = False,
     device: AnalyticDevice = "x64",
@@ -96,13 +99,11 @@ def profile(
     check_learning(train, rank, ALPHA)
     subject = Subject(model, batch, classes, rank=rank if train == LORA else 0)
     settings = Settings(**vars(subject), method=method, variant=variant, backend=backend)
-    settings = replace(settings, threads=cores, head=head, checkpoint=checkpoint)
+    settings = replace(settings, threads=cores, head=head)
+    settings = replace(settings, checkpoint=checkpoint, precision=precision)
     kind = "width" if method == "width" else variant
     path = out or _usual_path(settings, kind)
-    if path.exists() and plot is None:
-        raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
-    if plot is not None:
-        check_writable(plot.with_name(f"{plot.stem}.png"), "--plot")
+    _check_places(path, plot)
     if not path.exists():
         check_writable(path, "--out")
         if analytic:
@@ -114,11 +115,21 @@ def profile(
         _draw(plot, table, beside or [name for name in shipped() if f"-{model}/" in name], kind)
 
 
+def _check_places(path: Path, plot: Path | None) -> None:
+    """Complain before anything is measured."""
+    if path.exists() and plot is None:
+        raise InvalidSetting(f"{path} exists; choose another --out, or remove it first")
+    if plot is not None:
+        check_writable(plot.with_name(f"{plot.stem}.png"), "--plot")
+
+
 def _usual_path(settings: Settings, kind: str) -> Path:
     """Where a table goes that nobody has named."""
     learned = f"-lora{settings.rank}" if settings.rank else ""
-    how = learned + "-checkpoint" * settings.checkpoint + "-head" * settings.head
-    return Path(f"{settings.model.replace(':', '.')}-{kind}{how}.json")
+    how = learned + "-head" * settings.head
+    how += f"-{settings.precision}" * (settings.precision != FLOAT32)
+    path = Path(f"{settings.model.replace(':', '.')}-{kind}{how}.json")
+    return checkpointed_beside(path) if settings.checkpoint else path
 
 
 def _told(path: Path) -> ProfileTable:

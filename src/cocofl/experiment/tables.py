@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -13,12 +14,13 @@ from cocofl.config import Experiment
 from cocofl.errors import TableMismatch
 from cocofl.fl.codec import is_encoded
 from cocofl.fl.trainer import Trainer
+from cocofl.freeze.precision import FLOAT32
 from cocofl.freeze.state import trained_state
 from cocofl.models.widths import check_rolls
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.subject import Settings
-from cocofl.profiling.table import Configuration, joined
+from cocofl.profiling.table import Configuration, checkpointed_beside, joined
 from cocofl.span import Span
 
 
@@ -40,7 +42,7 @@ class ExperimentTables:
         self.served: dict[str, str] = {}
         self._loaded: dict[str, ProfileTable] = {}
 
-    def spans(self, variant: str | None = None) -> ProfileTable:
+    def spans(self, variant: str | None = None, precision: str = FLOAT32) -> ProfileTable:
         """The costs of spans; without a variant any table that knows what full training costs."""
         table = self._get(self._experiment.tables.spans, variant or "qff")
         table.check_fits(self.n_blocks)
@@ -50,11 +52,15 @@ class ExperimentTables:
                 f"{table.name} is for variant {table.variant}, but the strategy freezes with "
                 f"{variant}; give tables.spans a table of that variant, or analytic"
             )
+        if variant is not None:
+            table.check_precision(precision, "tables.spans")
         return table
 
-    def checkpointed(self, variant: str) -> ProfileTable:
+    def checkpointed(self, variant: str, precision: str = FLOAT32) -> ProfileTable:
         """The costs of spans whose blocks are computed again in the backward pass."""
-        spans, source = self.spans(variant), self._experiment.tables.checkpointed
+        spans, source = self.spans(variant, precision), self._experiment.tables.checkpointed
+        if source == "auto" and (measured := self._checkpointed_beside()) is not None:
+            source = measured
         if source == "auto":
             head = not all(isinstance(blocks, Span) for blocks in spans.configurations)
             plain, other = (
@@ -72,7 +78,17 @@ class ExperimentTables:
                 f"make one with `cocofl profile MODEL --variant {variant} --checkpoint`, or set "
                 "tables.checkpointed to auto"
             )
+        table.check_precision(precision, "tables.checkpointed")
         return table
+
+    def _checkpointed_beside(self) -> str | None:
+        """The table that ``cocofl profile --checkpoint`` puts beside that of spans, if it is there.
+
+        What an experiment says is a path, or a name without ``.json``.
+        """
+        path = Path(self._experiment.tables.spans)
+        other = checkpointed_beside(path)
+        return str(other) if path.suffix == ".json" and other.is_file() else None
 
     def widths(self) -> ProfileTable:
         """The costs of widths."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from cocofl.errors import InvalidSetting
 from cocofl.fl.stacked import StackedNetworks, StackedWork
 from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.fl.trainer import Task, Trainer
-from cocofl.freeze import FrozenNet, freeze
+from cocofl.freeze import FLOAT32, FrozenNet, freeze
 from cocofl.local_rule import LocalRule, LocalStep
 from cocofl.span import Blocks
 from cocofl.vector import DeviceWork
@@ -33,6 +34,8 @@ class SpanWork:
     checkpoint: bool = False
     """Whether trained blocks are computed again in backward; a cohort, whose numbers are the same,
     does not."""
+    precision: str = FLOAT32
+    """Or ``bfloat16``, in which trained blocks are computed on a CPU."""
 
     def __str__(self) -> str:
         return str(self.blocks)
@@ -49,6 +52,7 @@ class SpanWork:
             plan=trainer.kernels,
             calibrate=trainer.calibrates,
             checkpoint=self.checkpoint,
+            precision=self.precision,
             state_is_checked=True,
         )
         net.train()
@@ -77,8 +81,13 @@ class SpanWork:
             yield trainer.loss(net(inputs), labels)
 
     def stacked(self, networks: StackedNetworks, task: Task) -> StackedWork:
-        """Every cohort can do this."""
+        """Every cohort can do this; it has a precision of its own."""
         del networks
+        if self.precision != FLOAT32:
+            raise InvalidSetting(
+                f"strategy.precision is {self.precision!r}, which is for processes on CPUs; leave "
+                'it out and say engine.precision = "bf16", or set engine.kind to serial'
+            )
         lr = self.lr_factor * task.lr
         return StackedWork(DeviceWork(self.blocks, self.variant, lr, rule=self.rule))
 

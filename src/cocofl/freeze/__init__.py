@@ -8,11 +8,15 @@ from cocofl.freeze.kernels import KERNELS, Geometry, Kernel, LinearMap, Prepared
 from cocofl.freeze.layers import LAYERS, LinearLayer
 from cocofl.freeze.net import VARIANTS, FrozenNet, first_blocks, freeze
 from cocofl.freeze.network import Network, upload_sizes
+from cocofl.freeze.precision import BFLOAT16, FLOAT32, PRECISIONS
 from cocofl.freeze.state import State, Update, chain_state, check_state
 
 __all__ = [
+    "BFLOAT16",
+    "FLOAT32",
     "KERNELS",
     "LAYERS",
+    "PRECISIONS",
     "VARIANTS",
     "AdaptedChain",
     "FrozenNet",

@@ -51,14 +51,27 @@ def map_weights(
     if passing:
         groups = [op.geometry.groups if op.geometry else 1 for op, _ in maps]
         turned = [transposed(w, g) for w, g in zip(weights, groups, strict=True)]
-        backward = [*quantize_weights(turned, bits)]
+        # That of a filter per channel is the same, and is quantized already.
+        others = [i for i, weight in enumerate(weights) if turned[i] is not weight]
+        quantized = quantize_weights([turned[i] for i in others], bits)
+        backward = [*forward]
+        for i, one in zip(others, quantized, strict=True):
+            backward[i] = one
     biases = [bias for _, bias in folded]
     return [MapWeights(*parts) for parts in zip(forward, backward, biases, strict=True)]
 
 
+def _submodule(block: nn.Module, path: str) -> Any:
+    """``get_submodule`` in a fifth of its time; the path is known to be there."""
+    found: Any = block
+    for name in path.split("."):
+        found = found._modules[name]
+    return found
+
+
 def _holding(block: nn.Module, path: str, state: Mapping[str, Tensor]) -> Any:
     """A layer with the tensors that the state has for it, which are not copied."""
-    layer = block.get_submodule(path)
+    layer = _submodule(block, path)
     made = object.__new__(type(layer))
     vars(made).update(vars(layer))
     for registry in ("_parameters", "_buffers"):
@@ -79,7 +92,7 @@ class _Norm(NamedTuple):
 
 
 def _norm(block: nn.Module, path: str, state: Mapping[str, Tensor]) -> _Norm:
-    norm: Any = block.get_submodule(path)
+    norm: Any = _submodule(block, path)
     own: dict[str, Any] = {**norm._buffers, **norm._parameters}
 
     def tensor(name: str) -> Any:

@@ -21,6 +21,14 @@ from cocofl.freeze.kernels import backend_names, kernel, safe_weight_bits
 from cocofl.freeze.layout import channels_first, channels_last
 from cocofl.freeze.network import Network
 from cocofl.freeze.patience import told_if_long
+from cocofl.freeze.precision import (
+    BFLOAT16,
+    FLOAT32,
+    PRECISIONS,
+    in_bfloat16,
+    in_precision,
+    tell_if_slow,
+)
 from cocofl.freeze.recomputing import recomputed
 from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings, LearningRegion
 from cocofl.freeze.scale_notes import ScaleMeter, ScaleNotes
@@ -46,6 +54,7 @@ def freeze(
     plan: KernelPlan | None = None,
     calibrate: bool = True,
     checkpoint: bool = False,
+    precision: str = FLOAT32,
     state_is_checked: bool = False,
 ) -> FrozenNet:
     """A network that trains ``blocks`` (a span, or several) in float32 and freezes the others.
@@ -59,9 +68,9 @@ def freeze(
     Scales that the state lacks are measured in the first mini-batch, which takes longer than those
     after it (or by :func:`calibrate` beforehand); with ``calibrate=False`` on the fly in all.
     With ``checkpoint`` trained blocks keep their inputs only, and the backward pass computes them
-    again: less memory, more time, the same numbers.
-    ``state_is_checked`` saves looking at every tensor again for each device of a round.
-    The chain is left untouched.
+    again: less memory, more time, the same numbers. With ``precision="bfloat16"`` they are computed
+    so; their weights, gradients and norm statistics stay float32.
+    ``state_is_checked`` saves looking at every tensor again. The chain is left untouched.
 
     >>> from cocofl import Span, split
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -72,8 +81,8 @@ def freeze(
     network = chain if isinstance(chain, Network) else _looked_at(chain)
     blocks = _learning(network, blocks)
     _check_settings(variant, backend, headroom, weight_bits)
-    if state is None:
-        state = chain_state(network.chain)
+    _check_precision(precision, network)
+    state = chain_state(network.chain) if state is None else state
     if not state_is_checked:
         check_state(network.chain, state, network.scale_keys)
     plan = _DEFAULT_PLAN if plan is None else plan
@@ -91,10 +100,12 @@ def freeze(
             parts += _faster_parts(part_of, region, role, own, settings, plan)
         else:
             parts.append(integer_part(part_of, region, role, own, settings))
-    return FrozenNet(network, blocks, parts)
+    return FrozenNet(network, blocks, [part.trained_in(precision) for part in parts])
 
 
 def _looked_at(chain: BlockChain) -> Network:
+    if (known := Network.known(chain)) is not None:
+        return known
     with told_if_long("looking at what this network computes; freezing it again takes less"):
         return Network.of(chain)
 
@@ -144,6 +155,17 @@ def _check_settings(variant: str, backend: str, headroom: float, weight_bits: in
         raise InvalidSetting(f"weight_bits is {weight_bits}; expected 7 or 8")
 
 
+def _check_precision(precision: str, network: Network) -> None:
+    _check_choice("precision", precision, PRECISIONS)
+    if precision == FLOAT32:
+        return
+    if network.adapted is not None:
+        raise InvalidSetting(
+            "low-rank adapters are trained in float32; leave out precision, or train whole blocks"
+        )
+    tell_if_slow()
+
+
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise InvalidSetting(f"unknown {what} {value!r}; expected one of {', '.join(choices)}")
@@ -185,15 +207,31 @@ class Part(NamedTuple):
     channels_last: bool = True
     recomputes: nn.Module | None = None
     """The block, where the backward pass computes it again."""
+    dtype: torch.dtype | None = None
+    """What floats are here, in a network that is computed in several precisions."""
 
     def __call__(self, *arguments: Any) -> Any:
         """What it hands on, in the layout that it runs with; of what is frozen, no gradient."""
+        if self.dtype is not None:
+            arguments = in_precision(arguments, self.dtype)
         if not self.channels_last:
             arguments = tuple(channels_first(x) if isinstance(x, Tensor) else x for x in arguments)
+        run = partial(in_bfloat16, self.run) if self.dtype is torch.bfloat16 else self.run
         with torch.set_grad_enabled(self.role is not Role.FROZEN and torch.is_grad_enabled()):
             if self.recomputes is not None and torch.is_grad_enabled():
-                return recomputed(self.run, self.recomputes, arguments)
-            return self.run(*arguments)
+                return recomputed(run, self.recomputes, arguments)
+            return run(*arguments)
+
+    @property
+    def precision(self) -> str:
+        """Of what it computes in floats."""
+        return BFLOAT16 if self.dtype is torch.bfloat16 else FLOAT32
+
+    def trained_in(self, precision: str) -> Part:
+        """In this precision if it is trained, in float32 if not."""
+        if precision == FLOAT32:
+            return self
+        return self._replace(dtype=torch.bfloat16 if self.role is Role.TRAINED else torch.float32)
 
 
 class FrozenNet(nn.Module):
@@ -210,6 +248,7 @@ class FrozenNet(nn.Module):
         learning, plain = network.lowered.blocks, network.plain.lowered.blocks
         self._lowered = [(learning if i in blocks else plain)[i] for i in range(len(network))]
         self._flow = Flow(network.chain.wiring[0].inputs, [part.wiring for part in parts])
+        self._returns_float32 = any(part.dtype is not None for part in parts)
         self._measuring = False
         self._scales: State = {}
         modules = [(part, part.run) for part in parts if isinstance(part.run, nn.Module)]
@@ -232,6 +271,8 @@ class FrozenNet(nn.Module):
         given = self._flow.in_order(inputs, named)
         result = self._flow.run(calls, [channels_last(x) for x in given])
         self._measuring = False
+        if self._returns_float32:
+            result = in_precision(result, torch.float32)
         returns = self._lowered[-1].returns
         return returns(**result) if returns is not None and type(result) is dict else result
 
@@ -278,7 +319,7 @@ class FrozenNet(nn.Module):
             for index in part.blocks:
                 low = self._lowered[index]
                 for op, text in zip(low.operations, low.descriptions, strict=True):
-                    kernel_name = kernels.get(op.name, "float32")
+                    kernel_name = kernels.get(op.name, part.precision)
                     found.append(OperationInfo(index, part.role.value, text, kernel_name))
         return found
 

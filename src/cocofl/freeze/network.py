@@ -122,10 +122,16 @@ class Network:
         """The network of a chain; a chain keeps its own, so that it is built once."""
         if isinstance(chain, Network):
             return chain
-        found: Network | None = getattr(chain, "_network", None)
+        found = cls.known(chain)
         if found is None:
             found = cls(chain)
             chain._network = found  # type: ignore[assignment]
+        return found
+
+    @staticmethod
+    def known(chain: BlockChain) -> Network | None:
+        """The network that a chain keeps, if it has been looked at."""
+        found: Network | None = getattr(chain, "_network", None)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -89,13 +89,13 @@ def _check_tensor(key: str, tensor: Tensor, wanted: Tensor) -> None:
 
 
 def _check_finite(tensors: State) -> None:
-    floats = {key: t for key, t in tensors.items() if t.is_floating_point() and t.numel()}
-    # The largest of each says it, and all of them take one look.
-    largest = torch._foreach_norm([*floats.values()], math.inf)
-    sound = torch.isfinite(torch.stack([x.double() for x in largest])) if largest else None
-    if sound is not None and not bool(sound.all()):
-        key = [*floats][int(sound.int().argmin())]
-        raise InvalidState(f"{key!r} holds NaN or infinite values; expected finite numbers")
+    floats = {key: t for key, t in tensors.items() if t.is_floating_point()}
+    # A sum takes a tenth of the time of a closer look, and is finite only where all numbers are.
+    if not floats or torch.stack([t.sum().float() for t in floats.values()]).isfinite().all():
+        return
+    for key, tensor in floats.items():
+        if not tensor.isfinite().all():
+            raise InvalidState(f"{key!r} holds NaN or infinite values; expected finite numbers")
 
 
 def _check_scales(scales: State) -> None:

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from cocofl.chain import BlockChain
-from cocofl.errors import CocoflError
-from cocofl.freeze import AdaptedChain, freeze, upload_sizes
+from cocofl.errors import CocoflError, InvalidSetting
+from cocofl.freeze import FLOAT32, AdaptedChain, freeze, upload_sizes
 from cocofl.freeze.adapters import PREFIX
 from cocofl.freeze.dispatch import OperationWatch
 from cocofl.profiling.device_rates import Device, device_named
@@ -289,6 +289,11 @@ def analytic_table(settings: Settings, device: str = "x64") -> ProfileTable:
 
 def analytic_tables(settings: Settings, devices: Sequence[str]) -> list[ProfileTable]:
     """A table for each of these devices, from counting the network's work once."""
+    if settings.precision != FLOAT32:
+        raise InvalidSetting(
+            f"no device's rate in {settings.precision} is known, so costs cannot be counted; "
+            "measure them, without --analytic"
+        )
     rates = {name: device_named(name) for name in devices}
     widths = {*LEVELS, *STEPS[::7], 1.0} if settings.method == "width" else {None}
     counted = {width: _work_of(settings, width) for width in widths}

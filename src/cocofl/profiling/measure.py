@@ -24,7 +24,7 @@ import torch
 
 from cocofl.allocator import keep_freed_memory
 from cocofl.errors import CocoflError, ProfilingFailed
-from cocofl.freeze import freeze, upload_sizes
+from cocofl.freeze import FLOAT32, freeze, upload_sizes
 from cocofl.named import search_path
 from cocofl.profiling.memory import peak_tensor_bytes
 from cocofl.profiling.resident import resident_peak
@@ -93,15 +93,16 @@ def measure_here(folder: Path, configuration: Configuration) -> Measurement:
     blocks, width, subject = configuration, None, settings
     if whole := isinstance(configuration, float):
         width = configuration if settings.method == "width" else None
-        # What the costs of adapters, or of checkpointing, are compared with.
-        subject = replace(settings, rank=0, checkpoint=False)
+        # What the costs of all else are compared with.
+        subject = replace(settings, rank=0, checkpoint=False, precision=FLOAT32)
     chain, inputs = subject.chain(width)
     if not isinstance(blocks, Blocks):
         blocks = Span(0, len(chain))
     state = None if whole else load_state(folder)
     variant = "f" if whole else settings.variant
     how = partial(freeze, chain, blocks, variant=variant, backend=settings.backend)
-    build = partial(how, state=state, plan=load_plan(folder), checkpoint=subject.checkpoint)
+    how = partial(how, checkpoint=subject.checkpoint, precision=subject.precision)
+    build = partial(how, state=state, plan=load_plan(folder))
 
     def train(steps: int) -> list[float]:
         return timed(training_step(build(), tuple(x.clone() for x in inputs)), steps)

@@ -23,6 +23,8 @@ from cocofl.chain import BlockChain, split
 from cocofl.errors import InvalidModel, InvalidSetting
 from cocofl.files import parsed_json, read_limited, replacing, write_text
 from cocofl.freeze import (
+    FLOAT32,
+    PRECISIONS,
     VARIANTS,
     KernelPlan,
     State,
@@ -155,6 +157,8 @@ class Settings(Subject):
     """Whether the classifier, the last block, is trained beside every span."""
     checkpoint: bool = False
     """Whether trained blocks keep their inputs only, and are computed again in backward."""
+    precision: str = FLOAT32
+    """In which trained blocks are computed."""
 
     def __post_init__(self) -> None:
         # From JSON pairs come as lists.
@@ -163,6 +167,7 @@ class Settings(Subject):
             ("method", self.method, METHODS),
             ("variant", self.variant, VARIANTS),
             ("backend", self.backend, backend_names()),
+            ("precision", self.precision, PRECISIONS),
         ):
             if value not in choices:
                 raise InvalidSetting(
@@ -174,6 +179,8 @@ class Settings(Subject):
             raise InvalidSetting("low-rank adapters belong to blocks; a table of widths has none")
         if self.checkpoint and (self.rank or self.method == "width"):
             raise InvalidSetting("checkpointing is for spans of blocks that are trained whole")
+        if self.precision != FLOAT32 and (self.rank or self.method == "width"):
+            raise InvalidSetting("bfloat16 is for spans of blocks that are trained whole")
 
     @property
     def integers(self) -> bool:
@@ -191,7 +198,7 @@ class Settings(Subject):
     @property
     def is_compared(self) -> bool:
         """Whether what is compared with, plain training of every block, is no row of the table."""
-        return bool(self.rank) or self.checkpoint
+        return bool(self.rank) or self.checkpoint or self.precision != FLOAT32
 
     def table(
         self, costs: Mapping[Configuration, Cost], n_blocks: int, **facts: Any
@@ -209,6 +216,7 @@ class Settings(Subject):
         if self.is_compared:
             full = rows.pop(1.0)
             known |= {"rank": self.rank, "checkpoint": self.checkpoint, "full": full}
+            known["precision"] = self.precision
         return ProfileTable.from_costs(rows, n_blocks=n_blocks, **(known | facts))
 
 

@@ -147,7 +147,8 @@ def _read_journal(path: Path, settings: Settings) -> list[Entry]:
         whole, _, _cut = read_limited(path).decode().rpartition("\n")
         first, *lines = whole.splitlines()
         found, measured = parsed_json(first), [parsed_json(line) for line in lines]
-        for key in ("head", "rank", "alpha", "checkpoint"):  # journals of before there was one
+        # Journals of before there was one lack it.
+        for key in ("head", "rank", "alpha", "checkpoint", "precision"):
             found["settings"].setdefault(key, head["settings"][key])
         known = {part: dict(found[part]) for part in head}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

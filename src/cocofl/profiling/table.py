@@ -29,7 +29,8 @@ or width 1) is what fractions refer to.
 
 A table of low-rank adapters has their ``rank``, rows of blocks that have some, and as ``full`` the
 costs of training every block whole: so a share of full training means the same in all tables. So
-has one with ``"checkpoint": true``, of trained blocks that are computed again in the backward pass.
+has one with ``"checkpoint": true``, of trained blocks that are computed again in the backward pass,
+and one with ``"precision": "bfloat16"``, of trained blocks that are computed so.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import combinations, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ from cocofl.budget import Budget, bytes_text
 from cocofl.checks import Check, check_of, in_short
 from cocofl.errors import InvalidSpan, InvalidTable, OtherHardware, TableMismatch
 from cocofl.files import parsed_json, read_limited, write_text
+from cocofl.freeze.precision import FLOAT32
 from cocofl.span import MOST_BLOCKS, Blocks, Span
 
 FORMAT = "cocofl profile table 1"
@@ -152,6 +154,8 @@ class ProfileTable:
     """Of the low-rank adapters that are trained; 0 where whole blocks are."""
     checkpoint: bool = False
     """Whether trained blocks are computed again in the backward pass."""
+    precision: str = FLOAT32
+    """Of trained blocks."""
     full: Cost | None = None
     """What training every block whole costs, where no row says so."""
     name: str = "(not saved)"
@@ -281,6 +285,15 @@ class ProfileTable:
             f"table with `cocofl profile MODEL{how}`, or set tables.spans to analytic"
         )
 
+    def check_precision(self, precision: str, key: str) -> None:
+        """Refuse a strategy that trains in another; ``key`` is where the table was named."""
+        if self.precision != precision:
+            raise TableMismatch(
+                f"{self.name} says what training in {self.precision} costs, but the strategy has "
+                f"precision = {precision!r}; make a table with `cocofl profile MODEL --precision "
+                f"{precision}`, and name it in {key}"
+            )
+
     def scaled(self, plain: ProfileTable, other: ProfileTable) -> ProfileTable:
         """This table with the times and peaks that ``other`` has beside ``plain``."""
         keys = self.configurations
@@ -331,6 +344,7 @@ class ProfileTable:
         method = "widths" if self.method == "width" else f"spans, variant {self.variant}"
         method += f", low-rank adapters of rank {self.rank}" if self.rank else ""
         method += ", trained blocks checkpointed" * self.checkpoint
+        method += f", trained in {self.precision}" * (self.precision != FLOAT32)
         what = f"{self.name}: {self.model}, {len(self)} {method}"
         return f"{what}; {how}{where}; {self.describe_memory()}"
 
@@ -423,6 +437,15 @@ def beside_head(table: ProfileTable) -> ProfileTable:
     return replace(table, **columns, costs=(), name=f"{table.name}, the classifier's part derived")
 
 
+def checkpointed_beside(path: Path) -> Path:
+    """Where the table goes that is the same but for checkpointing.
+
+    >>> checkpointed_beside(Path("own.json")).name
+    'own-checkpoint.json'
+    """
+    return path.with_name(f"{path.stem}-checkpoint{path.suffix}")
+
+
 def shipped() -> list[str]:
     """The names of the tables that come with the package."""
     return [PREFIX + path.stem.replace("+", "/") for path in sorted(SHIPPED.glob("*.json"))]
@@ -469,6 +492,7 @@ _SHAPES: dict[str, Check] = {
     **dict.fromkeys(("format", *_TEXTS, "source", "checksum"), check_of(str)),
     **dict.fromkeys(("n_blocks", "batch", "rank"), check_of(int)),
     "checkpoint": check_of(bool),
+    "precision": check_of(Literal["float32", "bfloat16"]),
     "hardware": check_of(dict[str, str | int] | None),
     "process_bytes": check_of(int | None),
     "error": check_of(dict[str, float]),
@@ -476,7 +500,9 @@ _SHAPES: dict[str, Check] = {
     "rows": check_of(list[list[str | float | None]]),
     "full": check_of(list[float | None]),
 }
-_NOT_NEEDED = ("hardware", "process_bytes", "error", "checksum", "rank", "checkpoint", "full")
+_NOT_NEEDED = (
+    "hardware", "process_bytes", "error", "checksum", "rank", "checkpoint", "precision", "full",
+)  # fmt: skip
 
 
 def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
@@ -502,10 +528,12 @@ def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
         if isinstance(value, int) != (key == "threads"):
             raise InvalidTable(f"{incomplete}: hardware.{key} is {in_short(value)}")
     rank, checkpoint = content.get("rank", 0), content.get("checkpoint", False)
-    is_compared = rank > 0 or checkpoint
+    precision = content.get("precision", FLOAT32)
+    is_compared = rank > 0 or checkpoint or precision != FLOAT32
     if is_compared != ("full" in content) or (is_compared and content["method"] == "width"):
         raise InvalidTable(
-            f"{incomplete}: spans of a rank, or with checkpoint, and only they, have a row full"
+            f"{incomplete}: spans of a rank, with checkpoint or in bfloat16, and only they, have a "
+            "row full"
         )
     return ProfileTable.from_costs(
         {key: Cost(*values) for key, values in rows.items()},
@@ -517,6 +545,7 @@ def _own(content: Mapping[str, Any], name: str) -> ProfileTable:
         error=content.get("error", {}),
         rank=rank,
         checkpoint=checkpoint,
+        precision=precision,
         full=_full(content, name) if is_compared else None,
         name=name,
         **{key: content[key] for key in _TEXTS},
@@ -723,6 +752,7 @@ def _to_text(table: ProfileTable) -> str:
         **facts,
         **({"rank": table.rank} if table.rank else {}),
         **({"checkpoint": True} if table.checkpoint else {}),
+        **({"precision": table.precision} if table.precision != FLOAT32 else {}),
         **({"full": list(table.full)} if table.full else {}),
         "hardware": None if table.hardware is None else asdict(table.hardware),
         **({} if table.process_bytes is None else {"process_bytes": table.process_bytes}),

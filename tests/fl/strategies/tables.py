@@ -9,6 +9,7 @@ import numpy as np
 
 from cocofl import Budget, ProfileTable
 from cocofl.fl.federation import Situation
+from cocofl.freeze import FLOAT32
 from cocofl.profiling import Cost
 from cocofl.span import all_spans
 
@@ -27,7 +28,7 @@ class PlainTables:
     labels: str = "classes"
     least: tuple[Budget, ...] = ()
 
-    def spans(self, variant: str | None = None) -> ProfileTable:
+    def spans(self, variant: str | None = None, precision: str = FLOAT32) -> ProfileTable:
         n = self.n_blocks
         costs: dict[Any, Cost] = {
             span: Cost(2 * n - 1 - min(span) + 2 * size, None, 30 * size, 10 * size)

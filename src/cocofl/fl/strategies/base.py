@@ -16,6 +16,7 @@ from cocofl.fl.merge import Merge
 from cocofl.fl.select import SLACK
 from cocofl.fl.state import Tensors
 from cocofl.fl.trainer import Trainer, Work
+from cocofl.freeze import FLOAT32
 from cocofl.profiling.table import Configuration, ProfileTable
 from cocofl.span import Blocks
 
@@ -59,10 +60,10 @@ class Tables(Protocol):
     labels: str
     """What they are: ``classes``, ``tokens``, ``multilabel`` or ``numbers``."""
 
-    def spans(self, variant: str | None = None) -> ProfileTable:
+    def spans(self, variant: str | None = None, precision: str = FLOAT32) -> ProfileTable:
         """The costs of spans frozen so; without a variant only that of training everything."""
 
-    def checkpointed(self, variant: str) -> ProfileTable:
+    def checkpointed(self, variant: str, precision: str = FLOAT32) -> ProfileTable:
         """The same where trained blocks are computed again in the backward pass."""
 
     def widths(self) -> ProfileTable:

@@ -13,7 +13,7 @@ from cocofl.fl.spans import SpanWork
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
 from cocofl.fl.strategies.facts import PROPOSED, SPANS, StrategyFacts, declares
 from cocofl.fl.strategies.learning import WHOLE, check_learning
-from cocofl.freeze import VARIANTS
+from cocofl.freeze import FLOAT32, PRECISIONS, VARIANTS
 from cocofl.freeze.adapters import ALPHA, RANK
 from cocofl.profiling import ProfileTable
 from cocofl.profiling.table import beside_head, spans_alone
@@ -44,6 +44,7 @@ def cocofl(
     head: bool = False,
     lr_power: float = 0.0,
     checkpoint: str = NEVER,
+    precision: str = FLOAT32,
     train: str = WHOLE,
     rank: int = RANK,
     alpha: float = ALPHA,
@@ -58,6 +59,7 @@ def cocofl(
     multiplies its learning rate by ``(n / k) ** lr_power``. With ``checkpoint = "auto"`` a device
     whose memory is too small for a span computes its trained blocks again in the backward pass,
     where that fits: the same numbers for more time (``"always"``: every device does). With
+    ``precision = "bfloat16"`` trained blocks are computed so on CPUs that can. With
     ``train = "lora"`` adapters of ``rank`` learn in place of a span's weights, which are int8
     there, too.
     """
@@ -67,7 +69,8 @@ def cocofl(
     check_choice("strategy.over", over, OVER)
     check_number("strategy.lr_power", lr_power, least=-4, most=4)
     choose = selector_named(selector)
-    levers = _levers(tables, costs or variant, checkpoint, head=head)
+    check_choice("strategy.precision", precision, PRECISIONS)
+    levers = _levers(tables, costs or variant, precision, checkpoint, head=head)
 
     def plan(situation: Situation) -> Plan | None:
         budget = situation.budget
@@ -85,22 +88,22 @@ def cocofl(
         )
         table, again = levers[fitting[chosen]], fitting[chosen]
         factor = (table.n_blocks / len(chosen)) ** lr_power
-        work = SpanWork(chosen, variant, lr_factor=factor, checkpoint=again)
+        work = SpanWork(chosen, variant, lr_factor=factor, checkpoint=again, precision=precision)
         return Plan(work, time_share(table, [chosen], budget))
 
     return Strategy(plan, Mean("everyone"), integers=variant == "qff")
 
 
 def _levers(
-    tables: Tables, variant: str, checkpoint: str, *, head: bool
+    tables: Tables, variant: str, precision: str, checkpoint: str, *, head: bool
 ) -> dict[bool, ProfileTable]:
     """What spans cost, by whether trained blocks are computed again in the backward pass."""
     check_choice("strategy.checkpoint", checkpoint, CHECKPOINT)
     of_spans, found = beside_head if head else spans_alone, dict[bool, ProfileTable]()
     if checkpoint != ALWAYS:
-        found[False] = of_spans(tables.spans(variant))
+        found[False] = of_spans(tables.spans(variant, precision))
     if checkpoint != NEVER:
-        found[True] = of_spans(tables.checkpointed(variant))
+        found[True] = of_spans(tables.checkpointed(variant, precision))
     return found
 
 

@@ -6,8 +6,9 @@ and applies bias, addend and ReLU before it rounds to the output codes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -68,11 +69,15 @@ def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:
     plain = torch.ops.onednn.qconv2d_pointwise.default
     binary = torch.ops.onednn.qconv2d_pointwise.binary
 
-    @lru_cache(maxsize=1)  # a scale from the server stays the same for a whole round
+    last = (math.nan, no_offsets)  # a scale from the server stays the same for a whole round
+
     def biased(input_scale: float) -> Tensor:
-        assert offset is not None
-        shift = offset * input_scale
-        return shift if own_bias is None else shift + own_bias
+        nonlocal last
+        if last[0] != input_scale:
+            assert offset is not None
+            shift = offset * input_scale
+            last = input_scale, shift if own_bias is None else shift + own_bias
+        return last[1]
 
     def run(x: Codes, out: Grid | None, addend: Codes | Tensor | None) -> Codes | Tensor:
         grid, dtype = (_FLOAT_GRID, torch.float32) if out is None else (out, torch.uint8)
