@@ -15,7 +15,7 @@ demo: $(VENV)/installed
 	$(BIN)/cocofl run --resume --out runs/demo
 	@echo "Open $(CURDIR)/runs/demo/report.html"
 
-# Every strategy under one budget (docs/league.md): about half an hour on two cores. It needs Fashion-MNIST.
+# Every strategy under one budget (docs/league.md): a quarter of an hour on two cores. It needs Fashion-MNIST.
 league: $(VENV)/installed
 	$(BIN)/python bench/league.py runs/league
 
