@@ -317,7 +317,14 @@ def evaluate(
 class RunInProgress:
     """A run under way: the server's state, and the folder that keeps it."""
 
-    def __init__(self, job: Job, folder: RunFolder, watchers: Sequence[Watcher] = ()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        watchers: Sequence[Watcher] = (),
+        writer: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """``writer`` writes checkpoints of simulations while the next rounds are played."""
         refuse_if_nobody_can_train(job)
         self.job, self.folder, self._watchers = job, folder, watchers
         found = folder.rewind()
@@ -328,7 +335,8 @@ class RunInProgress:
         chain, tensors = job.trainer.chain(), self.state.tensors.items()
         own = chain.state_dict()  # without statistics of narrower networks
         check_state(chain, {key: t for key, t in tensors if key in own or is_scale(key)}, None)
-        self._writer = ThreadPoolExecutor(1)
+        # Devices on a network would not do a round again: there the next one waits.
+        self._writer = writer if job.federation is not None else None
         self._writing: Future[None] | None = None
 
     @property
@@ -355,15 +363,15 @@ class RunInProgress:
                 watcher.on_end()
 
     def _keep(self, state: Tensors) -> None:
-        """Write a checkpoint, in a simulation while the next rounds are played.
+        """Write a checkpoint.
 
-        A run that is killed meanwhile goes on from the checkpoint before, to the same bits. Devices
-        on a network would not do a round again: there the next one waits.
+        A run that is killed meanwhile goes on from the checkpoint before, to the same bits.
         """
         self.wait_for_checkpoint()
-        self._writing = self._writer.submit(self.folder.save_checkpoint, self.next_round, state)
-        if self.job.federation is None:
-            self.wait_for_checkpoint()
+        if self._writer is None:
+            self.folder.save_checkpoint(self.next_round, state)
+        else:
+            self._writing = self._writer.submit(self.folder.save_checkpoint, self.next_round, state)
 
     def wait_for_checkpoint(self) -> None:
         """Until the last checkpoint is written; complain if it could not be."""
@@ -380,16 +388,13 @@ def run(
 
     No folder is complete. Several jobs share a network and a recipe, and are played at once.
     """
-    runs = [RunInProgress(job, folder, watchers) for job, folder, watchers in jobs]
-    _prepare(runs, executor, plan)
-    for one in runs:
-        one.state = executor.placed(one.state)
-    try:
+    with ThreadPoolExecutor(1) as writer:  # at the end it has let the folders go
+        runs = [RunInProgress(job, folder, watchers, writer) for job, folder, watchers in jobs]
+        _prepare(runs, executor, plan)
+        for one in runs:
+            one.state = executor.placed(one.state)
         while under_way := [one for one in runs if not one.is_over]:
             play_round(under_way, executor)
-    finally:  # the folders are let go
-        for one in runs:
-            one.wait_for_checkpoint()
 
 
 def _prepare(runs: Sequence[RunInProgress], executor: Executor, plan: KernelPlan) -> None:
