@@ -147,7 +147,7 @@ def load(
     if preset not in PRESETS:
         raise DataNotFound(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
     origin = locate(name, source, data_dir)
-    paths = _cache_paths(name, f"{preset}-{origin.fingerprint()}")
+    paths = cache_paths(name, origin, preset)
     return _load_or_build(name, paths, lambda: _builder(source)(origin, preset))
 
 
@@ -229,7 +229,7 @@ def listing(name: str, *, data_dir: Folder = None) -> Listing:
     except DataNotFound:
         get = f"download {source.hub} from the Hub into {roots[0]}/{source.hub}" if roots else ""
         return replace(known, place=source.how_to_get or get)
-    paths = _cache_paths(name, f"standard-{origin.fingerprint()}")
+    paths = cache_paths(name, origin)
     place = f"with {source.package}" if source.package else str(origin.folder or origin.hub)
     try:
         train, test = (open_samples(paths[part]) for part in PARTS)
@@ -265,12 +265,17 @@ def import_with_library(name: str) -> Any:
 # --- caching -------------------------------------------------------------------------------------
 
 
-def _cache_paths(name: str, key: str) -> dict[str, Path]:
+def cache_paths(name: str, origin: Origin, preset: str = PRESETS[0]) -> dict[str, Path]:
+    """Where the parts of a data set by name lie once they have been read from their origin."""
+    return _paths(name, f"{preset}-{origin.fingerprint()}")
+
+
+def _paths(name: str, key: str) -> dict[str, Path]:
     return {part: origins.cache_dir() / name / f"{key}-{part}.safetensors" for part in PARTS}
 
 
 def _own_paths(name: str, key: str) -> dict[str, Path]:
-    return _cache_paths(f"own/{re.sub(r'[^A-Za-z0-9._-]', '.', name)[-80:]}", key)
+    return _paths(f"own/{re.sub(r'[^A-Za-z0-9._-]', '.', name)[-80:]}", key)
 
 
 def _load_or_build(
