@@ -67,12 +67,15 @@ class Channel:
         """
         with suppress(BlockingIOError):
             if os.read(self._pulse, 2**16):
-                self._silent_s, self._allowed_s = 0, SILENT_S
+                self._lives()
                 return
         self._silent_s += 1
         if self._silent_s >= self._allowed_s and self.process.poll() is None:
             self._was_ended = True
             self.process.kill()  # whoever waits for it is told by its pipes
+
+    def _lives(self) -> None:
+        self._silent_s, self._allowed_s = 0, SILENT_S
 
     def ask(self, name: str, *arguments: Any) -> None:
         """Send a request; its answer is read by :meth:`answer`."""
@@ -99,6 +102,7 @@ class Channel:
             kind, content = wire.receive(self.replies)
         except (EOFError, OSError) as error:
             raise self._gone() from error
+        self._lives()
         if kind == "mistake":
             name, message = content
             raise getattr(errors, name, errors.CocoflError)(message)
