@@ -65,6 +65,6 @@ def fedprox(tables: Tables, *, mu: float = 0.1) -> Strategy:
         if not fits or not steps:
             return None
         time = time_share(table, [full], situation.budget) * steps / situation.steps
-        return Plan(SpanWork(full, "f", Proximal(mu), steps), time)
+        return Plan(SpanWork(full, "f", Proximal(mu), steps=steps), time)
 
     return Strategy(plan, Mean("everyone"))
