@@ -124,6 +124,19 @@ def test_among_strong_devices_it_is_fedavg(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(run.state[key], tensor, atol=1e-12, rtol=0)
 
 
+ONLY_ABLE = ["fedavg", "fedprox", "embracing", "fedpart", "pvt", "layerout", "apf", "slt"]
+
+
+@pytest.mark.parametrize("name", [*ONLY_ABLE, "depthfl", "inclusivefl", "distreal"])
+def test_in_place_of_a_device_that_cannot_take_part_another_one_is_asked(
+    name: str, tmp_path: Path
+) -> None:
+    """Else a method that needs much of its devices would merge fewer updates than FedAvg."""
+    few = [{"name": "strong", "share": 0.3}, {"name": "weak", "share": 0.7, "memory": 0.01}]
+    run = simulate(experiment(name, {"devices.groups": few}), out=tmp_path, executor=InProcess())
+    assert run.fates == {"merged": 2 * 4}
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_what_has_no_stacked_form_is_trained_alone(name: str, tmp_path: Path) -> None:
     own = experiment(name, {"rounds": 1} | ALONE[name])
