@@ -66,7 +66,7 @@ def depthfl(
 ) -> Strategy:
     """A device trains all ``stages`` that fit; ``distillation`` weighs what exits share.
 
-    It grows to that over ``ramp`` rounds, as in the authors' code: exits know little at first.
+    It grows to that over ``ramp`` rounds, as in the author's code: exits know little at first.
 
     Each block and each exit is averaged over those who trained it. What the whole network says is
     the mean of what its exits do.
