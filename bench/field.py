@@ -104,6 +104,14 @@ CLAIMS = {
         {"devices.groups": HURRIED, "data.split": "iid"},
         {"layerout": {}, "fedprox": {}, "fedavg-full": {}},
     ),
+    "codecs": Claim(
+        "updates can be sent in a fraction of their bytes for the same accuracy",
+        {"devices.groups": STRONG, "data.split": "iid"},
+        {"fedavg-full": {}, "fedavg-full float16": {"upload.codec": "float16"}}
+        | {"fedavg-full int8": {"upload.codec": "int8"}}
+        | {"fedavg-full topk 0.1": {"upload.codec": "topk", "upload.fraction": 0.1}}
+        | {"fedavg-full topk 0.01": {"upload.codec": "topk", "upload.fraction": 0.01}},
+    ),
     "apf": Claim(
         "what is stable need not be sent: the same accuracy, less upload",
         {"devices.groups": STRONG, "data.split": "iid"},

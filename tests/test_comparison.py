@@ -87,6 +87,26 @@ def test_what_nobody_can_train_is_found_before_anything_is_trained(tmp_path: Pat
     assert [name for name, _ in left_out] == ["fedavg"]
 
 
+def test_a_strategy_is_played_under_the_budgets_that_suit_it(tmp_path: Path) -> None:
+    """No phone sends a whole network in every round."""
+    left_out: list[str] = []
+    runs = compare(
+        TINY.changed({"rounds": 1}),
+        strategies=["fedavg", "cocofl"],
+        seeds=[0],
+        out=tmp_path,
+        splits=["iid", "rc"],
+        lr_grid=[],
+        resume=False,
+        budgets=["paper", "phones-2024"],
+        leave_out=lambda name, _why: left_out.append(name),
+    )
+    found = {str(run.path.relative_to(tmp_path)) for run in runs}
+    everywhere = {f"{b}/{s}/cocofl/seed0" for b in ("paper", "phones-2024") for s in ("iid", "rc")}
+    assert found == everywhere | {"paper/iid/fedavg/seed0", "paper/rc/fedavg/seed0"}
+    assert left_out == ["fedavg in phones-2024/iid", "fedavg in phones-2024/rc"]
+
+
 def test_the_seed_of_trials_is_never_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidExperiment, match="is not to be reported; take another seed"):
         compare(

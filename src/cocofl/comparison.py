@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from cocofl.config import Experiment
+from cocofl.data import DataSet
 from cocofl.data.partition import check_rule
 from cocofl.engine.rounds import Watcher, refuse_if_nobody_can_train
 from cocofl.errors import CocoflError, InvalidExperiment
@@ -55,11 +56,12 @@ def compare(
     all use the experiment's. Runs on which learning rates were chosen are not among the results,
     and ``watch`` is not asked about them. ``budgets`` are values of ``devices.groups``, each of
     which is played as well. A strategy that this network, data or device groups do not suit is an
-    error, unless ``leave_out`` is told of it. A server that does not wait for devices merges so
-    often that all strategies have as many updates.
+    error, unless ``leave_out`` is told of it: then it is played where it suits. A server that does
+    not wait for devices merges so often that all strategies have as many updates.
     """
     _check(experiment, strategies, splits, lr_grid, seeds)
-    merges = _suitable(experiment, strategies, splits, budgets, leave_out)
+    scenes = _scenes(experiment, splits, budgets)
+    suitable = _suitable(scenes, strategies, load_data(experiment), leave_out)
     played: list[Run] = []
     # Spread over several GPUs, runs are played by processes that have executors of their own.
     spread = len(places_of(experiment)) > 1
@@ -74,8 +76,9 @@ def compare(
             )
             return {run.path: run for run in runs}
 
-        for place, scene in _scenes(experiment, splits, budgets).items():
-            bases = {one: _merging(_with(scene, one), often) for one, often in merges.items()}
+        for place, merges in suitable.items():
+            with_one = partial(_with, scenes[place])
+            bases = {one: _merging(with_one(one), often) for one, often in merges.items()}
             folders = {strategy: strategy.replace(":", ".") for strategy in merges}
             if lr_grid:
                 tuning = {s: out / place / "tuning" / folder for s, folder in folders.items()}
@@ -114,32 +117,38 @@ def _check(
 
 
 def _suitable(
-    experiment: Experiment,
+    scenes: Mapping[Path, Experiment],
     strategies: Sequence[str],
-    splits: Sequence[str],
-    budgets: Sequence[str],
+    data: DataSet,
     leave_out: Callable[[str, str], None] | None,
-) -> dict[str, float]:
-    """The strategies that can be played here, and how often each merges in a round's updates.
+) -> dict[Path, dict[str, float]]:
+    """By folder the strategies that can be played there, and how often each merges in a round.
 
-    Nothing is trained yet.
+    Nothing is trained yet. What is wrong with a strategy everywhere is said once.
     """
-    scenes, found = list(_scenes(experiment, splits, budgets).values()), dict[str, float]()
-    data = load_data(experiment)
+    found: dict[Path, dict[str, float]] = {place: {} for place in scenes}
     for strategy in strategies:
-        try:
-            jobs = [Setup(_with(scene, strategy), data).job() for scene in scenes]
-            for job in jobs:
+        wrong: dict[Path, str] = {}
+        for place, scene in scenes.items():
+            try:
+                job = Setup(_with(scene, strategy), data).job()
                 refuse_if_nobody_can_train(job)
-            arrival, updates = jobs[0].strategy.arrival, experiment.devices.per_round
-            found[strategy] = 1.0 if arrival is None else updates / arrival.buffer
-        except CocoflError as error:
-            if leave_out is None:
-                raise
-            leave_out(strategy, str(error))
-    if not found:
+            except CocoflError as error:
+                if leave_out is None:
+                    raise
+                wrong[place] = str(error)
+                continue
+            arrival, updates = job.strategy.arrival, scene.devices.per_round
+            found[place][strategy] = 1.0 if arrival is None else updates / arrival.buffer
+        if leave_out is None:
+            continue
+        if len(wrong) == len(scenes) and len({*wrong.values()}) == 1:
+            wrong = {Path(): next(iter(wrong.values()))}
+        for place, why in wrong.items():
+            leave_out(f"{strategy} in {place}" if place.name else strategy, why)
+    if not any(found.values()):
         raise InvalidExperiment("no strategy suits this experiment; what is wrong is said above")
-    return found
+    return {place: some for place, some in found.items() if some}
 
 
 def _scenes(

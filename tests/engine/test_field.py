@@ -44,6 +44,25 @@ ALONE: dict[str, dict[str, Any]] = {
     "inclusivefl": {"strategy.stages": 4, "rounds": 2},
 }
 
+LIKE_FEDAVG: dict[str, dict[str, Any]] = {
+    "cocofl": {},
+    "fedavg": {},
+    "fedprox": {"strategy.mu": 0.0},
+    "embracing": {},
+    "pvt": {},
+    "layerout": {},
+    "slt": {},
+    "apf": {"strategy.threshold": 0.0},
+    "depthfl": {"strategy.stages": 1},
+    "inclusivefl": {"strategy.stages": 1},
+    "small": {},
+    "heterofl": {},
+    "fedrolex": {},
+    "distreal": {},
+    "helios": {},
+}
+"""What differs from FedAvg only where a device is short of something."""
+
 
 class ToFloat64(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,6 +108,33 @@ def test_both_engines_give_the_same(name: str, tmp_path: Path) -> None:
     assert distance(serial, cohort) < 1e-6  # statistics are kept in float32
     assert [r.bytes_up for r in serial.rounds] == [r.bytes_up for r in cohort.rounds]
     assert [r.devices for r in serial.rounds] == [r.devices for r in cohort.rounds]
+
+
+@pytest.mark.parametrize("name", LIKE_FEDAVG)
+def test_among_strong_devices_it_is_fedavg(name: str, tmp_path: Path) -> None:
+    strong = {"devices.groups": [{"name": "strong", "time": 1.0, "memory": 1.0, "upload": 1.0}]}
+    plain = simulate(
+        experiment("fedavg-full", strong), out=tmp_path / "plain", executor=InProcess()
+    )
+    own = experiment(name, strong | LIKE_FEDAVG[name])
+    run = simulate(own, out=tmp_path / "own", executor=InProcess())
+    assert run.fates == plain.fates
+    for key, tensor in plain.state.items():
+        if "running" not in key and "batches" not in key:
+            torch.testing.assert_close(run.state[key], tensor, atol=1e-12, rtol=0)
+
+
+ONLY_ABLE = ["fedavg", "fedprox", "embracing", "fedpart", "pvt", "layerout", "apf", "slt"]
+
+
+@pytest.mark.parametrize("name", [*ONLY_ABLE, "depthfl", "inclusivefl", "distreal"])
+def test_in_place_of_a_device_that_cannot_take_part_another_one_is_asked(
+    name: str, tmp_path: Path
+) -> None:
+    """Else a method that needs much of its devices would merge fewer updates than FedAvg."""
+    few = [{"name": "strong", "share": 0.3}, {"name": "weak", "share": 0.7, "memory": 0.01}]
+    run = simulate(experiment(name, {"devices.groups": few}), out=tmp_path, executor=InProcess())
+    assert run.fates == {"merged": 2 * 4}
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class SpanWork:
     blocks: Blocks
     variant: str = "qff"
     rule: LocalRule | None = None
+    _: KW_ONLY
     lr_factor: float = 1.0
     """By what the round's learning rate is multiplied."""
     steps: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def test_the_first_blocks_alone_cost_no_more_than_with_others_behind_them() -> N
 
 
 def test_a_device_trains_the_stages_that_fit() -> None:
-    strategy = STRATEGIES["depthfl"](PlainTables(n_blocks=6), stages=3)
+    strategy = STRATEGIES["depthfl"](PlainTables(n_blocks=6), stages=3, ramp=0)
     plans = [strategy.plan(situation(memory=m)) for m in (0.3, 0.4, 0.7, 1.0)]
     assert [plan and plan.work for plan in plans] == [
         None,
@@ -41,6 +42,13 @@ def test_a_device_trains_the_stages_that_fit() -> None:
         DepthWork((2, 4)),
         DepthWork((2, 4, 6)),
     ]
+
+
+def test_exits_teach_each_other_the_more_the_later_it_is() -> None:
+    strategy = STRATEGIES["depthfl"](PlainTables(n_blocks=6), distillation=2.0, ramp=10)
+    plans = [strategy.plan(situation(round_index)) for round_index in (0, 5, 10, 11)]
+    weights = [plan.work.distillation for plan in plans if plan]  # type: ignore[attr-defined]
+    assert weights == pytest.approx([2 * math.exp(-5), 2 * math.exp(-1.25), 2.0, 2.0])
 
 
 def test_steps_are_those_of_plain_training_with_exits(digits: data.DataSet) -> None:

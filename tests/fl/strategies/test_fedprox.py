@@ -22,8 +22,9 @@ from tests.fl.strategies.tables import PlainTables, situation
 def test_a_device_takes_the_steps_that_fit_its_time(time: float, steps: int) -> None:
     plan = STRATEGIES["fedprox"](PlainTables()).plan(situation(time=time))
     assert plan is not None
-    assert plan.work == SpanWork(Span(0, 3), "f", Proximal(0.1), steps)
+    assert plan.work == SpanWork(Span(0, 3), "f", Proximal(0.1), steps=steps)
     assert plan.time == pytest.approx(steps / 10 / time)
+    assert task(plan.work, lr=0.1).steps == steps
 
 
 @pytest.mark.parametrize("budget", [{"time": 0.09}, {"memory": 0.99}, {"upload": 0.5}])

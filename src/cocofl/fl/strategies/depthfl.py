@@ -7,6 +7,7 @@ of its own, and these learn from each other (self-distillation).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from cocofl.checks import check_number
@@ -60,21 +61,42 @@ def depths_of(n_blocks: int, stages: int) -> tuple[int, ...]:
         order=28,
     )
 )
-def depthfl(tables: Tables, *, stages: int = 4, distillation: float = 1.0) -> Strategy:
+def depthfl(
+    tables: Tables, *, stages: int = 4, distillation: float = 1.0, ramp: int = 300
+) -> Strategy:
     """A device trains all ``stages`` that fit; ``distillation`` weighs what exits share.
+
+    It grows to that over ``ramp`` rounds, as in the author's code: exits know little at first.
 
     Each block and each exit is averaged over those who trained it. What the whole network says is
     the mean of what its exits do.
     """
     check_number("strategy.distillation", distillation, least=0)
-    plan = by_depth(tables, stages, lambda trained: DepthWork(trained, distillation))
-    return Strategy(plan, Mean("senders"))
+    check_number("strategy.ramp", ramp, least=0)
+
+    def work(trained: tuple[int, ...], round_index: int) -> DepthWork:
+        return DepthWork(trained, distillation * ramped(round_index, ramp))
+
+    return Strategy(by_depth(tables, stages, work), Mean("senders"), only_able=True)
+
+
+def ramped(round_index: int, ramp: int) -> float:
+    """What a weight has grown to that is whole after so many rounds.
+
+    >>> [round(ramped(index, 300), 3) for index in (0, 150, 300, 400)]
+    [0.007, 0.287, 1.0, 1.0]
+    """
+    missing = max(0.0, 1 - round_index / ramp) if ramp else 0.0
+    return math.exp(-5 * missing**2)
 
 
 def by_depth(
-    tables: Tables, stages: int, work: Callable[[tuple[int, ...]], Work]
+    tables: Tables, stages: int, work: Callable[[tuple[int, ...], int], Work]
 ) -> Callable[[Situation], Plan | None]:
-    """How devices plan that train the most first stages that fit; ``work`` is told their ends."""
+    """How devices plan that train the most first stages that fit.
+
+    ``work`` is told their ends, and the round.
+    """
     check_number("strategy.stages", stages, least=1)
     if tables.labels != "classes":
         raise InvalidSetting(
@@ -97,6 +119,6 @@ def by_depth(
             return None
         deepest = fitting[-1]
         time = share_of_deadline(costs[deepest][0], limits[0])
-        return Plan(work(depths[: deepest + 1]), time)
+        return Plan(work(depths[: deepest + 1], situation.round_index), time)
 
     return plan

@@ -44,4 +44,4 @@ def embracing(tables: Tables) -> Strategy:
         blocks = max(fitting, key=len)
         return Plan(SpanWork(blocks, VARIANT), time_share(table, [blocks], situation.budget))
 
-    return Strategy(plan, Mean("senders"))
+    return Strategy(plan, Mean("senders"), only_able=True)

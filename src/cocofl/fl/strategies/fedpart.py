@@ -49,7 +49,7 @@ def turn(
 def fedpart(
     tables: Tables, *, warmup: int = 5, each: int = 2, between: int = 5, order: str = "forward"
 ) -> Strategy:
-    """A device on which the block of the round does not fit sits the round out.
+    """A device on which the block of the round does not fit is not asked.
 
     ``warmup`` is the number of full rounds in the beginning, ``each`` how many rounds a block has
     in a cycle, ``between`` the number of full rounds after a cycle, and ``order`` which block comes
@@ -74,4 +74,4 @@ def fedpart(
             return None
         return Plan(SpanWork(span, VARIANT), time_share(table, [span], situation.budget))
 
-    return Strategy(plan, Mean("everyone"))
+    return Strategy(plan, Mean("everyone"), only_able=True)

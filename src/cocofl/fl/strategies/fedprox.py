@@ -52,7 +52,7 @@ class Proximal(LocalRule):
 def fedprox(tables: Tables, *, mu: float = 0.1) -> Strategy:
     """Full training for as many mini-batches as fit; ``mu`` weighs the proximal term.
 
-    Memory and upload cannot be had in parts: a device that lacks them sits out, as does one that
+    Memory and upload cannot be had in parts: a device that lacks them is not asked, nor one that
     has no time for a single mini-batch. Updates count by the samples that devices have, whatever
     part of them they have seen.
     """
@@ -65,6 +65,6 @@ def fedprox(tables: Tables, *, mu: float = 0.1) -> Strategy:
         if not fits or not steps:
             return None
         time = time_share(table, [full], situation.budget) * steps / situation.steps
-        return Plan(SpanWork(full, "f", Proximal(mu), steps), time)
+        return Plan(SpanWork(full, "f", Proximal(mu), steps=steps), time)
 
-    return Strategy(plan, Mean("everyone"))
+    return Strategy(plan, Mean("everyone"), only_able=True)

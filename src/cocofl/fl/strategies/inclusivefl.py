@@ -149,5 +149,5 @@ def inclusivefl(tables: Tables, *, stages: int = 4, momentum: float = 0.2) -> St
     The server tests the whole network, which devices train that have all stages.
     """
     check_number("strategy.momentum", momentum, least=0, most=1)
-    plan = by_depth(tables, stages, lambda trained: ShallowWork(trained[-1]))
-    return Strategy(plan, MomentumDistillation(momentum))
+    plan = by_depth(tables, stages, lambda trained, _round: ShallowWork(trained[-1]))
+    return Strategy(plan, MomentumDistillation(momentum), only_able=True)

@@ -88,4 +88,4 @@ def layerout(tables: Tables) -> Strategy:
             return None
         return Plan(LayerOutWork(full, shares[-1]), share_of_deadline(times[shares[-1]], limit))
 
-    return Strategy(plan, Mean("everyone"))
+    return Strategy(plan, Mean("everyone"), only_able=True)

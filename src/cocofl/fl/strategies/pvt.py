@@ -47,4 +47,4 @@ def pvt(tables: Tables) -> Strategy:
         time = share_of_deadline(float(costs.of(chosen)[0]), limits[0])
         return Plan(SpanWork(blocks_of(chosen), VARIANT), time)
 
-    return Strategy(plan, Mean("senders"))
+    return Strategy(plan, Mean("senders"), only_able=True)

@@ -200,5 +200,8 @@ def slt(tables: Tables, *, each: int = 5) -> Strategy:
 
     used = sorted({width for _, width in stages if width < 1.0})
     return Strategy(
-        plan, Mean("senders"), begin=lambda trainer, tensors: quiet(trainer, tensors, used)
+        plan,
+        Mean("senders"),
+        only_able=True,
+        begin=lambda trainer, tensors: quiet(trainer, tensors, used),
     )
