@@ -287,12 +287,18 @@ class ProfileTable:
 
     def check_precision(self, precision: str, key: str) -> None:
         """Refuse a strategy that trains in another; ``key`` is where the table was named."""
-        if self.precision != precision:
+        if self.precision == precision:
+            return
+        if self.rank:
             raise TableMismatch(
-                f"{self.name} says what training in {self.precision} costs, but the strategy has "
-                f"precision = {precision!r}; make a table with `cocofl profile MODEL --precision "
-                f"{precision}`, and name it in {key}"
+                f"strategy.precision is {precision!r}, but low-rank adapters are trained in "
+                "float32; leave it out"
             )
+        raise TableMismatch(
+            f"{self.name} says what training in {self.precision} costs, but the strategy has "
+            f"precision = {precision!r}; make a table with `cocofl profile MODEL --precision "
+            f"{precision}`, and name it in {key}"
+        )
 
     def scaled(self, plain: ProfileTable, other: ProfileTable) -> ProfileTable:
         """This table with the times and peaks that ``other`` has beside ``plain``."""
