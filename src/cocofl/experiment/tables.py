@@ -19,8 +19,9 @@ from cocofl.freeze.state import trained_state
 from cocofl.models.widths import check_rolls
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.configurations import Configuration, joined
 from cocofl.profiling.subject import Settings
-from cocofl.profiling.table import Configuration, checkpointed_beside, joined
+from cocofl.profiling.table import checkpointed_beside
 from cocofl.span import Span
 
 
