@@ -42,7 +42,9 @@ from cocofl.fl.devices import groups_from, read_trace
 from cocofl.flower.settings import node_budget
 from cocofl.flower.updates import Contract
 from cocofl.freeze import KernelPlan
-from cocofl.profiling.table import Configuration, Cost, Hardware, ProfileTable
+from cocofl.profiling.configurations import Configuration, Cost
+from cocofl.profiling.hardware import Hardware
+from cocofl.profiling.table import ProfileTable
 from cocofl.reproduction import results
 from cocofl.runlog import (
     ABOUT,

@@ -22,12 +22,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from cocofl import FrozenNet, KernelPlan, ProfileTable, Span, all_spans, freeze
+from cocofl.profiling.configurations import Cost
 from cocofl.profiling.cost_model import design, fast_table
 from cocofl.profiling.measure import STEPS, measure, prepare_apart, timed
 from cocofl.profiling.memory import peak_tensor_bytes
 from cocofl.profiling.subject import Settings, measured_state, training_step
 from cocofl.profiling.sweep import Entry, drift
-from cocofl.profiling.table import Cost
 from cocofl.rng import stream
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from cocofl import Budget, ProfileTable, all_spans
 from cocofl.fl.select import OVER, SELECTORS, select
 from cocofl.profiling import Cost
-from cocofl.profiling.table import Configuration
+from cocofl.profiling.configurations import Configuration
 
 REPEATS = 2000
 

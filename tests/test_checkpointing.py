@@ -106,6 +106,9 @@ def test_another_table_is_refused(tmp_path: Path) -> None:
     Setup(Experiment()).tables.spans("qff").save(tmp_path / "plain.json")
     with pytest.raises(TableMismatch, match="with trained blocks checkpointed"):
         plan("auto", Budget(), **{"tables.checkpointed": str(tmp_path / "plain.json")})
+    Setup(Experiment()).tables.spans("qff").save(tmp_path / "plain-checkpoint.json")
+    with pytest.raises(TableMismatch, match="or give that file another name"):
+        plan("auto", Budget(), **{"tables.spans": str(tmp_path / "plain.json")})
 
 
 def test_results_are_the_same_bits(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ from cocofl.flower.quarantine import Quarantine
 from cocofl.flower.records import packed, state_record, unpacked, update_reply
 from cocofl.flower.settings import Deployment, node_budget, read_run_config, run_config, write_app
 from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.subject import Settings
-from cocofl.profiling.table import Hardware
 from cocofl.runlog import DeviceFigures, RoundRecord, RunFolder, only_writer
 from tests import flower_grid
 from tests.extensions import write_extensions

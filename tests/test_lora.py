@@ -22,11 +22,11 @@ from cocofl.flower.updates import Contract
 from cocofl.freeze import AdaptedChain, upload_sizes
 from cocofl.freeze.adapters import PREFIX
 from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.configurations import Cost
 from cocofl.profiling.cost_model import fast_table
 from cocofl.profiling.measure import Measurement, measure_here
 from cocofl.profiling.subject import Settings, prepare
 from cocofl.profiling.sweep import sweep
-from cocofl.profiling.table import Cost
 from cocofl.runlog import RoundRecord
 from cocofl.strategies import SpanWork
 

@@ -74,6 +74,11 @@ def test_a_table_of_another_precision_is_refused(of_table: str, asked: str, tmp_
         Setup(experiment)
 
 
+def test_with_adapters_no_table_helps() -> None:
+    with pytest.raises(TableMismatch, match="adapters are trained in float32; leave it out"):
+        Setup(Experiment().changed({"strategy": {"train": "lora", "precision": BFLOAT16}}))
+
+
 def test_devices_train_in_it_and_are_charged_for_it(tmp_path: Path) -> None:
     path, models = table(tmp_path / "table.json"), []
     small = {"rounds": 1, "devices.count": 6, "devices.per_round": 3, "engine.kernels": "reference"}

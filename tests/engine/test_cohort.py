@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 import weakref
 from copy import deepcopy
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from cocofl import Span, split
 from cocofl.config import Experiment
+from cocofl.engine import cohort as engine
 from cocofl.engine.cohort import CohortExecutor, TrainedAlone
 from cocofl.engine.executor import InProcess
 from cocofl.errors import InvalidExperiment, InvalidSetting
@@ -647,6 +649,27 @@ def test_a_cohort_is_let_go_of_at_once() -> None:
         assert [cohort() is None for cohort in cohorts] == [True, True]
     finally:
         gc.enable()
+
+
+def test_a_process_with_nothing_to_play_does_not_end_while_libraries_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is in the middle of CUDA when Python ends takes the process down."""
+    loaded = []
+
+    def load(on: torch.device) -> None:
+        time.sleep(1.0)
+        loaded.append(on)
+
+    monkeypatch.setattr(engine, "load_libraries", load)
+    with pytest.raises(InvalidExperiment, match="unknown key"):
+        simulate(
+            Experiment().changed(
+                {"engine.kind": "cohort", "engine.device": "cpu", "strategy.nonsense": 1}
+            ),
+            out=tmp_path,
+        )
+    assert loaded == [torch.device("cpu")]
 
 
 def test_testing_leaves_the_numbers_of_samples_alone() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from cocofl.config import Experiment
-from cocofl.engine import channels
+from cocofl.engine import channels, wire
 from cocofl.engine.channels import PIPE_BYTES, WorkerFailed
+from cocofl.engine.worker import sender
 from cocofl.engine.workers import Workers
 from cocofl.experiment import Setup
 from cocofl.fl.state import Contribution, ServerState
@@ -49,6 +51,17 @@ def test_requests_and_answers_that_are_larger_than_a_pipe() -> None:
             channel.process.kill()
         pool.shutdown()
         executor.close()
+
+
+def test_news_of_two_threads_do_not_mix() -> None:
+    """A warning may come from one while another tells of a round."""
+    ours, theirs = Pipe(duplex=False)
+    send, news = sender(theirs), {letter * PIPE_BYTES for letter in "abcdefgh"}
+    with ThreadPoolExecutor(5) as pool, ours, theirs:
+        heard = pool.submit(lambda: {wire.receive(ours) for _ in news})
+        for one in news:
+            pool.submit(send, one)
+        assert heard.result(timeout=30) == news
 
 
 BUSY = """

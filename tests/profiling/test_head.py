@@ -16,9 +16,10 @@ from cocofl.freeze import upload_sizes
 from cocofl.models import MODELS
 from cocofl.profiling import shipped
 from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.configurations import spans_with_head
 from cocofl.profiling.cost_model import fast_table
 from cocofl.profiling.subject import Settings, training_step
-from cocofl.profiling.table import SHIPPED, beside_head, spans_alone, spans_with_head
+from cocofl.profiling.table import SHIPPED, beside_head, spans_alone
 from cocofl.span import Blocks
 
 MODEL = "resnet10-digits"

@@ -20,7 +20,7 @@ from cocofl.data.origin import DATA_VARIABLE, cache_dir
 from cocofl.errors import DataNotFound
 from cocofl.freeze.kernels import KERNELS, safe_weight_bits, why_not
 from cocofl.profiling import shipped
-from cocofl.profiling.table import cpu_name
+from cocofl.profiling.hardware import cpu_name
 from cocofl.source import VERSION
 
 # What int8 and bfloat16 arithmetic is fast with.

@@ -279,6 +279,7 @@ class CohortExecutor(Executor):
 
     def close(self) -> None:
         """Let go of the GPU's memory."""
+        self._loading.join()  # a process that ends meanwhile would crash
         self._cohort = self._evaluator = None
 
     def _cohort_for(self, wanted: int, *, distils: bool = False) -> Cohort:

@@ -67,7 +67,10 @@ class Worker:
         return self._trainer.test(self._state, chunks, statistics)
 
 
-def serve(worker: object, requests: Connection, replies: Connection) -> None:
+Send = Callable[[Any], None]
+
+
+def serve(worker: object, requests: Connection, send: Send) -> None:
     """Answer with what the worker's methods return, until the other side goes away."""
     while True:
         try:
@@ -85,7 +88,7 @@ def serve(worker: object, requests: Connection, replies: Connection) -> None:
         except Exception as error:
             reply = ("failed", (f"{type(error).__name__}: {error}", traceback.format_exc()))
         try:
-            replies.send_bytes(wire.dumps(reply))
+            send(reply)
         except BrokenPipeError:
             return
 
@@ -110,22 +113,32 @@ def show_life(pipe: int) -> None:
         time.sleep(1.0)
 
 
-def serve_parent(make: Callable[[Callable[[Any], None]], object]) -> None:
+def sender(replies: Connection) -> Send:
+    """Sends one object after the other, whichever threads have some."""
+    alone = threading.Lock()
+
+    def send(item: Any) -> None:
+        content = wire.dumps(item)
+        with alone:  # a connection writes a large message in several pieces
+            replies.send_bytes(content)
+
+    return send
+
+
+def serve_parent(make: Callable[[Send], object]) -> None:
     """Be a worker process, of what is made here.
 
-    It is made with a function that sends news: the parent hears them before the answer.
+    It is made with a function that sends news: the parent hears them before the answer. Any thread
+    may call it.
     """
     requests, replies, pulse = map(int, sys.argv[1:4])
     for task, pipe in ((end_with_reader, replies), (show_life, pulse)):
         threading.Thread(target=task, args=(pipe,), daemon=True).start()
     # What is printed here must not mix with the parent's output.
     os.dup2(2, 1)
-    answers = Connection(replies, readable=False)
-
-    def tell(news: Any) -> None:
-        answers.send_bytes(wire.dumps(("news", news)))
-
-    serve(make(tell), Connection(requests, writable=False), answers)
+    send = sender(Connection(replies, readable=False))
+    worker = make(lambda news: send(("news", news)))
+    serve(worker, Connection(requests, writable=False), send)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from cocofl.engine.workers import Workers
 from cocofl.errors import InvalidExperiment
 from cocofl.files import locked
 from cocofl.freeze import KernelPlan
-from cocofl.profiling.table import Hardware
+from cocofl.profiling.hardware import Hardware
 
 
 def make_executor(experiment: Experiment, place: str = "") -> Executor:

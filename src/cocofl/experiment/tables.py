@@ -19,8 +19,9 @@ from cocofl.freeze.state import trained_state
 from cocofl.models.widths import check_rolls
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
+from cocofl.profiling.configurations import Configuration, joined
 from cocofl.profiling.subject import Settings
-from cocofl.profiling.table import Configuration, checkpointed_beside, joined
+from cocofl.profiling.table import checkpointed_beside
 from cocofl.span import Span
 
 
@@ -59,8 +60,9 @@ class ExperimentTables:
     def checkpointed(self, variant: str, precision: str = FLOAT32) -> ProfileTable:
         """The costs of spans whose blocks are computed again in the backward pass."""
         spans, source = self.spans(variant, precision), self._experiment.tables.checkpointed
+        way_out = "set tables.checkpointed to auto"
         if source == "auto" and (measured := self._checkpointed_beside()) is not None:
-            source = measured
+            source, way_out = measured, "give that file another name"
         if source == "auto":
             head = not all(isinstance(blocks, Span) for blocks in spans.configurations)
             plain, other = (
@@ -75,8 +77,8 @@ class ExperimentTables:
         if not table.checkpoint or table.variant != variant:
             raise TableMismatch(
                 f"{table.name} is not about variant {variant} with trained blocks checkpointed; "
-                f"make one with `cocofl profile MODEL --variant {variant} --checkpoint`, or set "
-                "tables.checkpointed to auto"
+                f"make one with `cocofl profile MODEL --variant {variant} --checkpoint`, or "
+                f"{way_out}"
             )
         table.check_precision(precision, "tables.checkpointed")
         return table

@@ -17,7 +17,8 @@ from cocofl.budget import Budget
 from cocofl.checks import check_choice
 from cocofl.errors import InvalidSetting, NoFeasibleSpan
 from cocofl.named import lookup
-from cocofl.profiling.table import Configuration, ProfileTable
+from cocofl.profiling.configurations import Configuration
+from cocofl.profiling.table import ProfileTable
 from cocofl.span import Blocks
 
 OVER = ("maximal", "all")

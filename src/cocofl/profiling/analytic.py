@@ -24,6 +24,7 @@ from cocofl.errors import CocoflError, InvalidSetting
 from cocofl.freeze import FLOAT32, AdaptedChain, freeze, upload_sizes
 from cocofl.freeze.adapters import PREFIX
 from cocofl.freeze.dispatch import OperationWatch
+from cocofl.profiling.configurations import Configuration, Cost
 from cocofl.profiling.device_rates import Device, device_named
 from cocofl.profiling.subject import (
     LEVELS,
@@ -34,7 +35,7 @@ from cocofl.profiling.subject import (
     interpolated,
     six_digits,
 )
-from cocofl.profiling.table import Configuration, Cost, ProfileTable
+from cocofl.profiling.table import ProfileTable
 from cocofl.span import Blocks, Role, Span
 
 # Where a model can be cut shows with few samples; only counting takes the whole mini-batch.

@@ -26,7 +26,9 @@ from numpy.typing import NDArray
 from cocofl.allocator import keep_freed_memory
 from cocofl.freeze import AdaptedChain, freeze, upload_sizes
 from cocofl.profiling.analytic import BlockWork, block_seconds, block_work
+from cocofl.profiling.configurations import Configuration, Cost, joined
 from cocofl.profiling.device_rates import DEVICES
+from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.memory import Build, MemoryModel, peak_tensor_bytes
 from cocofl.profiling.resident import settled_bytes
 from cocofl.profiling.subject import (
@@ -40,7 +42,7 @@ from cocofl.profiling.subject import (
     training_step,
 )
 from cocofl.profiling.sweep import Progress
-from cocofl.profiling.table import Configuration, Cost, Hardware, ProfileTable, joined
+from cocofl.profiling.table import ProfileTable
 from cocofl.rng import stream
 from cocofl.span import Blocks, Role, Span
 

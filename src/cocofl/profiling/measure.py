@@ -26,6 +26,7 @@ from cocofl.allocator import keep_freed_memory
 from cocofl.errors import CocoflError, ProfilingFailed
 from cocofl.freeze import FLOAT32, freeze, upload_sizes
 from cocofl.named import search_path
+from cocofl.profiling.configurations import Configuration, Cost
 from cocofl.profiling.memory import peak_tensor_bytes
 from cocofl.profiling.resident import resident_peak
 from cocofl.profiling.subject import (
@@ -36,7 +37,6 @@ from cocofl.profiling.subject import (
     prepare,
     training_step,
 )
-from cocofl.profiling.table import Configuration, Cost
 from cocofl.span import Blocks, Span
 
 STEPS = 16

@@ -38,14 +38,9 @@ from cocofl.hub import is_hugging_face
 from cocofl.models import MODELS
 from cocofl.models.hugging_face import hugging_face
 from cocofl.named import lookup, named_in_errors
-from cocofl.profiling.table import (
-    METHODS,
-    Configuration,
-    Cost,
-    ProfileTable,
-    spans_over,
-    spans_with_head,
-)
+from cocofl.profiling.configurations import Configuration, Cost, spans_over, spans_with_head
+from cocofl.profiling.table import ProfileTable
+from cocofl.profiling.table_file import METHODS
 from cocofl.span import Blocks, Span
 
 CLASSES = {"transformer": 2, "transformer-seq2seq": 81}  # 10 of all others

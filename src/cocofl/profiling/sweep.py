@@ -24,9 +24,10 @@ import numpy as np
 from cocofl.checks import Amount, check_of
 from cocofl.errors import InvalidSetting
 from cocofl.files import append_text, parsed_json, read_limited, write_text
+from cocofl.profiling.configurations import Configuration, Cost
+from cocofl.profiling.hardware import Hardware
 from cocofl.profiling.measure import Measurement, measure, prepare_apart
 from cocofl.profiling.subject import WIDTHS, Settings, load_plan, load_settings
-from cocofl.profiling.table import Configuration, Cost, Hardware
 from cocofl.rng import stream
 from cocofl.span import Blocks
 

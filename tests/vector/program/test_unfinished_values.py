@@ -15,9 +15,19 @@ from cocofl.freeze.kernels import Geometry
 from cocofl.models import MODELS
 from cocofl.vector import Cohort, DeviceWork, Program, Sgd
 from cocofl.vector.kernels import plain
-from cocofl.vector.kernels.base import Moments, Reading, from_rows, row_count, rows_of
+from cocofl.vector.kernels.base import (
+    Activation,
+    Asked,
+    Coefficients,
+    Moments,
+    Reading,
+    from_rows,
+    row_count,
+    rows_of,
+)
 from cocofl.vector.kernels.choice import KernelSet, LayerKernels
 from cocofl.vector.program.instructions import Layer
+from cocofl.vector.program.stacked_layers import Weights, stacked_layer
 
 BATCH, SAMPLES, STEPS = 4, 16, 2
 
@@ -107,3 +117,17 @@ def test_leaving_values_to_readers_changes_nothing(
         found.append(torch.cat([made.parameters, made.statistics, made.losses[:, None]], 1)[:3])
     assert len(left) > 2 * STEPS
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_convolution_of_few_inputs_reads_what_is_not_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU such a one is a matrix product where no gradient goes further back."""
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, 1, 6, 6), torch.randn(2, 1, 1, 3, 3)
+    weights, geometry = Weights(w.requires_grad_(), w.detach(), w.detach()), Geometry()
+    asked, kernels = Asked(*torch.ones(2, 2, dtype=torch.bool)), ReadingKernels()
+    reading = Reading(Coefficients(*torch.randn(4, 2, 1)), Activation(True), None)
+    y, _ = stacked_layer(x, weights, geometry, asked, kernels, reading=reading)
+    torch.testing.assert_close(y, convolve(finished(x, reading), w, geometry))

@@ -117,7 +117,7 @@ def stacked_layer(
             geometry = replace(geometry, stride=(1, 1))
         if own is None:
             return from_rows(product(rows_of(x), w.flat()), x), None
-    elif x.is_cuda and few and not x.requires_grad:
+    elif x.is_cuda and few and reading is None and not x.requires_grad:
         columns = _unfolded(x, w.own.shape[3:], geometry)
         y = product(columns.flatten(1, 3), w.flat(), None)
         return y.view(*columns.shape[:4], -1).permute(0, 1, 4, 2, 3), None

@@ -15,22 +15,19 @@ average.safetensors    the same of the mean over rounds, where the experiment ke
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
 from torch import Tensor
 
-from cocofl.checks import Amount, Check, Score, check_of, in_short
-from cocofl.errors import InvalidSetting, InvalidState, RunFolderProblem
+from cocofl.checks import Amount, Check, check_of, in_short
+from cocofl.errors import InvalidState, RunFolderProblem
 from cocofl.files import (
     append_text,
-    check_plain,
     locked,
     parsed_json,
     read_limited,
@@ -38,213 +35,20 @@ from cocofl.files import (
     replacing,
     write_text,
 )
-from cocofl.fl.metrics import STATISTICS
+from cocofl.runlog.records import METRICS, Record, RoundRecord, metric_names
+from cocofl.runlog.states import State, opened, read_state, rounds_in, write_state
 from cocofl.span import MOST_BLOCKS
 
-State = dict[str, Tensor]
-Record = dict[str, Any]
-
 EXPERIMENT, ABOUT, PLAN = "experiment.toml", "about.json", "plan.json"
-METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+TIMING = "timing.jsonl"
 CHECKPOINT, MODEL = "checkpoint.safetensors", "model.safetensors"
 AVERAGE = "average.safetensors"
 
 MOST_LINE_BYTES, MOST_LOG_BYTES = 16 * 2**20, 2**30
-MOST_STATE_BYTES = 64 * 2**30
 
 _ORIGIN = ("cocofl", "commit", "torch", "python", "hardware", "engine", "tables")
 
-Fate = Literal["merged", "late", "lost", "rejected", "infeasible"]
-FATES: tuple[str, ...] = get_args(Fate)
-"""What can become of a device that is asked."""
-
-
-Scores = Mapping[str, Any]
-"""What a model was tested for: a number under each metric's name, and further numbers beside it."""
-
-
-class DeviceRecord(NamedTuple):
-    """A device's part in a round."""
-
-    device: int
-    group: str
-    work: str | None
-    """What it trained; None where that is not known, or nothing fits it."""
-    fate: str
-
-
-class DeviceFigures(NamedTuple):
-    """How an update that was merged looks beside the others of its round."""
-
-    device: int
-    samples: int
-    loss: float
-    norm: float
-    """Of the change that it sent."""
-    against_median: float
-    """Its norm over the median norm, in that block where this is largest."""
-    scale_change: float
-    """The largest factor by which it moves a known scale, up or down; 1 where it moves none."""
-    outlier: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RoundRecord:
-    """What is to be known of a round; every figure has its one definition here."""
-
-    round: int
-    """Counted from 1."""
-    lr: float
-    simulated_s: float
-    """How long the server of a simulation waits."""
-    bytes_up: int
-    """The size of all updates that arrived, whatever became of them."""
-    loss: float | None
-    """The mean over the devices that were merged."""
-    devices: Sequence[DeviceRecord]
-    scores: Scores = field(default_factory=dict)
-    """What the model was tested for, where it was."""
-    other_scores: Mapping[str, Scores] = field(default_factory=dict)
-    """The same with other norm statistics, by their kind; at the end of a run."""
-    averaged_scores: Mapping[str, Scores] = field(default_factory=dict)
-    """Of the mean of the model over rounds, where one is kept, by the kind of norm statistics."""
-    bytes_broadcast: int | None = None
-    """The size of all that devices were sent, where they are on a network."""
-    reasons: Sequence[tuple[int, str]] | None = None
-    """Why updates were refused or did not come, where devices are on a network."""
-    figures: Sequence[DeviceFigures] | None = None
-    """Of every update that was merged, where devices are on a network."""
-    quarantined: Sequence[int] | None = None
-    """Nodes that were there and were not asked for what they sent before."""
-    epsilon: float | None = None
-    """What all rounds so far come to, where there is privacy."""
-    energy_j: float | None = None
-    """What training took on all devices that were asked, where their power is known."""
-
-    def count(self, fate: str) -> int:
-        """How many devices that became of."""
-        return [one.fate for one in self.devices].count(fate)
-
-    def to_json(self) -> Record:
-        """As ``metrics.jsonl`` has it."""
-        own = {key: getattr(self, key) for key in _OWN_KEYS if key not in FATES}
-        own |= {fate: self.count(fate) for fate in FATES}
-        own["devices"] = [list(one) for one in self.devices]
-        for key in ("reasons", "figures"):
-            own[key] = None if own[key] is None else [list(one) for one in own[key]]
-        return {
-            **{k: own[k] for k in _OWN_KEYS if k not in _NOT_ALWAYS or own[k] is not None},
-            **self.scores,
-            **{_OTHER[kind]: dict(found) for kind, found in self.other_scores.items()},
-            **{_AVERAGED[kind]: dict(found) for kind, found in self.averaged_scores.items()},
-        }
-
-    @classmethod
-    def from_json(cls, line: Mapping[str, Any], where: str) -> RoundRecord:
-        """A line of ``metrics.jsonl``, which anybody may have made; ``where`` it stands."""
-        for key, check in _OWN_KEYS.items():
-            if key not in line and key not in _NOT_ALWAYS:
-                raise RunFolderProblem(f"{where} lacks {key!r}")
-            if key in line and not check(line[key]):
-                raise RunFolderProblem(f"{where}: {key!r} is {in_short(line[key])}")
-        others = {kind: line[key] for kind, key in _OTHER.items() if key in line}
-        averaged = {kind: line[key] for kind, key in _AVERAGED.items() if key in line}
-        taken = (*_OWN_KEYS, *_OTHER.values(), *_AVERAGED.values())
-        scores = {key: value for key, value in line.items() if key not in taken}
-        for found in (scores, *others.values(), *averaged.values()):
-            if not _are_scores(found):
-                raise RunFolderProblem(f"{where}: what the model was tested for is not numbers")
-        reasons, of_devices = line.get("reasons"), line.get("figures")
-        figures: Record = {key: line.get(key) for key in _FIGURES}
-        found = cls(
-            **figures,
-            devices=[_device_record(*one) for one in line["devices"]],
-            scores=scores,
-            other_scores=others,
-            averaged_scores=averaged,
-            reasons=None if reasons is None else [(node, why) for node, why in reasons],
-            figures=None if of_devices is None else [DeviceFigures(*one) for one in of_devices],
-            quarantined=line.get("quarantined"),
-        )
-        fates = [one.fate for one in found.devices]
-        for fate in FATES:
-            if line[fate] != fates.count(fate):
-                raise RunFolderProblem(f"{where}: {fate!r} is {line[fate]}, unlike its devices")
-        return found
-
-
-def metric_names(scores: Scores) -> list[str]:
-    """The metrics among what a model was tested for, in the order of the experiment.
-
-    >>> metric_names({"accuracy": 0.5, "f1": 0.4, "group_accuracy": {"weak": 0.3}})
-    ['accuracy', 'f1']
-    """
-    return [name for name, value in scores.items() if isinstance(value, int | float)]
-
-
-def scores_by_name(scores: Scores, key: str) -> Mapping[str, float]:
-    """Numbers by name among what a model was tested for, as those of groups; none elsewhere."""
-    found = scores.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def check_metric_names(names: Sequence[str]) -> None:
-    """Refuse metrics that could not be told apart in a line of ``metrics.jsonl``."""
-    for name in names:
-        taken = (*_OWN_KEYS, *_OTHER.values(), *_AVERAGED.values())
-        if name in taken or names.count(name) > 1:
-            raise InvalidSetting(
-                f"a metric is called {name!r}, and so is something else in {METRICS}; give it "
-                "another name"
-            )
-
-
-_is_device = check_of(tuple[int, str, str | None, Fate])
-
-
-@lru_cache(maxsize=2**14, typed=True)
-def _device_record(*fields: Any) -> DeviceRecord:
-    """A device's part in a round, if it can be one; rounds that are alike share it."""
-    if not _is_device(list(fields)):
-        raise ValueError
-    return DeviceRecord(*fields)
-
-
-def _are_devices(value: Any) -> bool:
-    with suppress(TypeError, ValueError):
-        return isinstance(value, list) and all(
-            isinstance(one, list) and _device_record(*one) is not None for one in value
-        )
-    return False
-
-
-_FIGURES = (
-    "round",
-    "lr",
-    "simulated_s",
-    "bytes_up",
-    "bytes_broadcast",
-    "loss",
-    "epsilon",
-    "energy_j",
-)
-_SHAPES = (int, float, Amount, int, int, float | None, Amount, Amount)
-_OWN_KEYS: dict[str, Check] = {
-    **dict(zip(_FIGURES, map(check_of, _SHAPES), strict=True)),
-    **dict.fromkeys(FATES, check_of(int)),
-    "devices": _are_devices,
-    "reasons": check_of(list[tuple[int, str]]),
-    "figures": check_of(list[tuple[int, int, float, float, float, float, bool]]),
-    "quarantined": check_of(list[int]),
-}
-"""What a line of ``metrics.jsonl`` begins with, in this order, before what was tested."""
-_NOT_ALWAYS = ("bytes_broadcast", "reasons", "figures", "quarantined", "epsilon", "energy_j")
-"""The last two where there is privacy, and power; the others on a network."""
-_OTHER = {kind: f"{kind}_statistics" for kind in STATISTICS}
-_AVERAGED = {kind: f"averaged_{kind}_statistics" for kind in STATISTICS}
 _are_seconds = check_of(Amount)
-_are_scores = check_of(dict[str, Score | list[Score] | dict[str, Score]])
-
 _ORIGIN_CHECKS: dict[str, Check] = {
     **dict.fromkeys(_ORIGIN, check_of(str)),
     "tables": check_of(dict[str, str]),
@@ -345,8 +149,8 @@ class RunFolder:
         """Where the rounds that are kept come from, as far as ``about`` does not say it."""
         if not (self.path / ABOUT).exists() or not (self.path / CHECKPOINT).exists():
             return []
-        with _advised(), _opened(self.path / CHECKPOINT) as file:
-            last, rounds = self.about, _rounds_in(file)
+        with _advised(), opened(self.path / CHECKPOINT) as file:
+            last, rounds = self.about, rounds_in(file)
         before: list[Record] = last.get("before", [])
         origin = {key: last[key] for key in _ORIGIN if key in last}
         nothing_since = bool(before) and before[-1]["rounds"] >= rounds
@@ -410,13 +214,12 @@ class RunFolder:
         self._write_state(AVERAGE, rounds_done, state)
 
     def _write_state(self, name: str, rounds_done: int, state: Mapping[str, Tensor]) -> None:
-        content = _with_checksum(state_bytes(state), {_ROUNDS: str(rounds_done)})
-        with _writing(self.path), replacing(self.path / name) as file:
-            file.write(content)
+        with _writing(self.path):
+            write_state(self.path / name, rounds_done, state)
 
     def check_model(self) -> None:
         """Complain about a final state that is cut off, changed or none."""
-        with _advised(), _opened(self.path / MODEL):
+        with _advised(), opened(self.path / MODEL):
             pass
 
     def average(self) -> State:
@@ -451,84 +254,6 @@ def only_writer(path: Path) -> Iterator[None]:
                     "folder"
                 ) from error
         yield
-
-
-def state_bytes(state: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
-    """A state as safetensors; equal states give equal bytes."""
-    # Here and below, because `import cocofl` costs torch and numpy only.
-    from safetensors.torch import save  # noqa: PLC0415
-
-    return save({key: t.contiguous() for key, t in state.items()}, about)
-
-
-def state_from_bytes(content: bytes) -> State:
-    """The state again."""
-    from safetensors import SafetensorError  # noqa: PLC0415
-    from safetensors.torch import load  # noqa: PLC0415
-
-    try:
-        return load(content)
-    except (SafetensorError, ValueError) as error:
-        raise InvalidState(f"a state of {len(content)} bytes cannot be read: {error}") from error
-
-
-def read_state(path: Path) -> tuple[int, State]:
-    """Rounds done, and the state; nothing in the file is executed, sizes and checksum are right."""
-    with _opened(path) as file:
-        return _rounds_in(file), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-
-
-_ROUNDS, _CHECKSUM = "rounds", "sha256"
-_BLANK = "0" * 64
-"""Stands for the checksum while that is computed, of all bytes of the file."""
-
-
-def _with_checksum(content: bytes, about: Mapping[str, str]) -> bytes:
-    """A safetensors file with facts, and a checksum of everything in it beside them."""
-    # Put together here, as the library writes several facts in another order every time.
-    end = 8 + int.from_bytes(content[:8], "little")
-    metadata = {**about, _CHECKSUM: _BLANK}
-    header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])})
-    text = header.encode().ljust(-(-len(header) // 8) * 8)
-    head = len(text).to_bytes(8, "little") + text
-    digest = hashlib.sha256(head)
-    digest.update(memoryview(content)[end:])
-    return head.replace(_BLANK.encode(), digest.hexdigest().encode(), 1) + content[end:]
-
-
-def _check_contents(path: Path, metadata: Mapping[str, str]) -> None:
-    """Complain about a file that is not as it was written; one of before checksums is let pass."""
-    if _ROUNDS in metadata and (more := metadata.keys() - {_ROUNDS, _CHECKSUM}):
-        raise ValueError(f"it is no state of a run, as it says {min(more)[:40]!r} of itself")
-    if _CHECKSUM not in metadata:
-        return
-    with path.open("rb") as file:
-        length = file.read(8)
-        head = length + file.read(int.from_bytes(length, "little"))
-        blank = hashlib.sha256(head.replace(metadata[_CHECKSUM].encode(), _BLANK.encode(), 1))
-        if hashlib.file_digest(file, lambda: blank).hexdigest() != metadata[_CHECKSUM]:
-            raise ValueError("it was changed after it was written: its checksum is another")
-
-
-def _rounds_in(file: Any) -> int:
-    said: str = (file.metadata() or {}).get(_ROUNDS, "0")
-    if not (said.isdecimal() and len(said) < 20):
-        raise ValueError(f"it is of round {said[:40]!r}")
-    return int(said)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file whose header is sound, whose size is what that says, and its checksum."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
-
-    try:
-        check_plain(path, MOST_STATE_BYTES)
-        with safe_open(path, "pt") as file:
-            _check_contents(path, file.metadata() or {})
-            yield file
-    except (OSError, SafetensorError, ValueError) as error:
-        raise InvalidState(f"cannot read {path} as safetensors: {error}") from error
 
 
 @contextmanager
