@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from cocofl.engine.rounds import Watcher
 from cocofl.errors import RunFolderProblem
 from cocofl.experiment import Run, places_of, simulate_batch
 from cocofl.experiment.groups import batch_groups
+from cocofl.experiment.player import Player
+from cocofl.experiment.spreading import memory_share
 from cocofl.runlog import RoundRecord, RunFolder
 
 TINY = Experiment().changed(
@@ -146,3 +150,21 @@ def test_all_gpus_are_places_unless_one_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert places_of(Experiment().changed({"engine": settings})) == expected
+
+
+def test_a_limit_on_memory_holds_in_the_processes_of_other_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = dict[str, float]()
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _place: 0.25)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, place: limits.update({place: share}),
+    )
+    for place in ("cpu", "cuda:1"):
+        share = memory_share(place)
+        Player(print).begin(place, share, torch.get_num_threads(), sys.path, sys.argv)
+    assert limits == {"cuda:1": 0.25}

@@ -49,9 +49,16 @@ class Player:
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
 
-    def begin(self, place: str, threads: int, path: Sequence[str], command: Sequence[str]) -> None:
-        """Know where to compute, where the user's modules are, and what the user has typed."""
+    def begin(
+        self, place: str, share: float, threads: int, path: Sequence[str], command: Sequence[str]
+    ) -> None:
+        """Know where to compute and with how much of its memory.
+
+        And where the user's modules are, and what the user has typed.
+        """
         self._place = place
+        if share < 1:
+            torch.cuda.set_per_process_memory_fraction(share, place)
         torch.set_num_threads(threads)
         sys.path[:], sys.argv[:] = path, command
         warnings.showwarning = self._pass_on

@@ -85,6 +85,12 @@ def play_on_each(
     _Spread(groups, resume, watchers, watch, announce).play(places)
 
 
+def memory_share(place: str) -> float:
+    """Of the memory of a GPU, what this process was told to take at most: others are told, too."""
+    is_limited = place.startswith("cuda") and torch.cuda.is_initialized()  # a limit does that
+    return torch.cuda.get_per_process_memory_fraction(place) if is_limited else 1.0
+
+
 class _Spread:
     def __init__(
         self,
@@ -104,7 +110,8 @@ class _Spread:
         try:
             places = [_Place(n, channel) for n, channel in zip(names, channels, strict=False)]
             for place in places:
-                place.channel.ask("begin", place.name, torch.get_num_threads(), sys.path, sys.argv)
+                mine = memory_share(place.name), torch.get_num_threads(), sys.path, sys.argv
+                place.channel.ask("begin", place.name, *mine)
             for place in places:
                 place.channel.answer()
                 self._give(place)
