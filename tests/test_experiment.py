@@ -179,6 +179,7 @@ def test_when_nobody_can_train_the_run_does_not_begin(tmp_path: Path, executor: 
     groups = [{"name": "unable", "memory": 0.0}]
     with pytest.raises(NoFeasibleSpan, match="no device can train anything"):
         play(tiny(devices__groups=groups), tmp_path / "run", executor)
+    assert not (tmp_path / "run").exists()  # so the same command, put right, finds its place free
 
 
 def broken_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

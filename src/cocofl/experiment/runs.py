@@ -19,7 +19,7 @@ from torch import nn
 from cocofl.config import Experiment
 from cocofl.engine.cohort import CohortExecutor
 from cocofl.engine.executor import Executor
-from cocofl.engine.rounds import Watcher, evaluate, run
+from cocofl.engine.rounds import Watcher, evaluate, refuse_if_nobody_can_train, run
 from cocofl.errors import InvalidExperiment
 from cocofl.experiment.engines import (
     engine_kind,
@@ -226,6 +226,8 @@ def play_group(
         data = load_data(first)
         setups = [Setup(one, data) for one in experiments.values()]
         jobs = [setup.job() for setup in setups]
+        for job in jobs:
+            refuse_if_nobody_can_train(job)
         folders = [
             until_the_end.enter_context(open_folder(path, one, resume=resume))
             for path, one in experiments.items()
