@@ -418,7 +418,7 @@ def test_no_grad_inside_forward_is_not_silently_lost() -> None:
 
 def test_randomness_that_would_be_baked_in_is_an_error_or_drawn_anew() -> None:
     model = Module(lambda m, x: m.b(m.a(x) * random.random()), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
-    with pytest.raises(CannotSplit, match="not the same operations each time"):
+    with pytest.raises(CannotSplit, match="other operations each time"):
         split(model, VECTOR)
     model.function = lambda m, x: m.b(m.a(x) + torch.rand(6))
     torch.manual_seed(3)
@@ -530,7 +530,7 @@ def test_further_inputs_are_carried() -> None:
         chain(VECTOR)
 
 
-def test_two_inputs_with_gradients_must_meet_before_the_first_cut() -> None:
+def test_further_float_inputs_cross_cuts_too() -> None:
     class Meeting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -540,7 +540,22 @@ def test_two_inputs_with_gradients_must_meet_before_the_first_cut() -> None:
             return self.c(self.a(x) * self.b(y))
 
     chain = assert_same(Meeting(), VECTOR, VECTOR + 1)
-    assert [w.inputs for w in chain.wiring] == [("x", "y"), ("mul",)]
+    assert [w.inputs for w in chain.wiring] == [("x", "y"), ("a", "y"), ("mul",)]
+
+
+class Masked(nn.Sequential):
+    """Layers that all read a mask of floats."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        for layer in self:
+            x = layer(x).relu() * mask
+        return x
+
+
+def test_a_mask_of_floats_crosses_cuts() -> None:
+    model, mask = Masked(*(nn.Linear(6, 6) for _ in range(3))), torch.tensor([[1.0, 1, 0, 1, 1, 1]])
+    chain = assert_same(model, VECTOR, mask)
+    assert [w.inputs for w in chain.wiring] == [("x", "mask"), ("mul", "mask"), ("mul_1", "mask")]
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "single"])
@@ -695,8 +710,12 @@ def test_tied_weights_of_one_block_keep_both_keys() -> None:
 
 
 def test_model_that_is_one_block_is_an_error() -> None:
+    def in_two_ways(m: Any, x: Tensor) -> Tensor:
+        out, (last, _) = m.a(x)
+        return out + m.b(last)
+
     with pytest.raises(CannotSplit, match=r"exactly one tensor alive.*cocofl.BlockChain\("):
-        split(Module(lambda m, x: m.b(x) * m.a(x), a=conv(), b=conv()), IMAGE)
+        split(Module(in_two_ways, a=nn.LSTM(6, 6), b=nn.Linear(6, 6)), VECTOR)
 
 
 class Odd(nn.Module):

@@ -65,7 +65,7 @@ def test_every_network_of_ours_records_as_it_traces() -> None:
     ("forward", "reason"),
     [
         (lambda m, x: x * m.scale if x.sum() > 0 else x, "content of a tensor"),
-        (lambda m, x: x * m.scale * int(x.shape[0]), "with each batch size"),
+        (lambda m, x: x * m.scale * int(x.shape[0]), "with another batch size"),
         (lambda m, x: x * m.scale if torch.rand([]) < 0.5 else x, "decided by chance"),
         (lambda m, x: Square.apply(x) * m.scale, "Square, an autograd function"),
         (lambda m, x: setattr(m, "calls", m.calls + 1) or x * m.scale, "changes 'calls'"),
@@ -84,6 +84,43 @@ def test_what_holds_for_the_example_only_keeps_its_module_whole(forward: Any, re
         assert torch.equal(chain.train(training)(x), expected)
 
 
+def corner(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[0], 6)
+    mask[:, :2] = 0
+    return mask
+
+
+def by_a_view(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[0], 6)
+    mask.view(-1)[:3].fill_(0)
+    return mask
+
+
+def added_up(x: Tensor) -> Tensor:
+    positions = torch.arange(6.0)
+    positions += x.shape[0]
+    return positions
+
+
+@pytest.mark.parametrize("by_running", [False, True])
+@pytest.mark.parametrize("mask", [corner, by_a_view, added_up])
+def test_what_is_written_into_a_tensor_made_of_sizes_counts(mask: Any, by_running: bool) -> None:
+    model = Module(lambda m, x: m.b(m.a(x)) * mask(x), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    chain = split(model, VECTOR, by_running=by_running)
+    for x in (VECTOR, VECTOR, torch.rand(7, 6)):
+        assert torch.equal(chain(x), model(x))
+
+
+def test_content_written_into_a_tensor_made_of_sizes_decides_nothing() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        copied = torch.zeros(x.shape[0], 6)
+        copied[:] = x
+        return m.b(m.a(x) if copied.sum() > 0 else -m.a(x))
+
+    with pytest.raises(CannotSplit, match=r"content of a tensor, at .*test_recording.py:\d+"):
+        split(Module(forward, a=nn.Linear(6, 6), b=nn.Linear(6, 6)), VECTOR)
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,7 +133,7 @@ class Square(torch.autograd.Function):
 
 def test_batch_size_in_the_model_itself_is_an_error_that_names_the_line() -> None:
     model = Module(lambda m, x: m.b(m.a(x) * int(x.shape[0])), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
-    with pytest.raises(CannotSplit, match=r"each batch size: see .*test_recording.py:\d+"):
+    with pytest.raises(CannotSplit, match=r"another batch size: see .*test_recording.py:\d+"):
         split(model, VECTOR)
 
 

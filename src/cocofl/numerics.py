@@ -63,6 +63,8 @@ class QuantizedWeight(NamedTuple):
 
 def measure_scale(x: Tensor) -> Tensor:
     """``max|x| / 127`` as a scalar tensor: the finest signed grid that holds all of ``x``."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(x.detach())
     return torch.maximum(-low, high).float() / SIGNED_LEVELS
 

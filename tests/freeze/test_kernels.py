@@ -411,7 +411,9 @@ def test_fbgemm_is_left_to_x86() -> None:
 
 @pytest.mark.parametrize("faster", ["int8", "float32"])
 @pytest.mark.parametrize("span", [Span(2, 3), Span(0, 1)])
-def test_a_region_is_computed_in_what_the_plan_found_faster(faster: str, span: Span) -> None:
+def test_a_region_is_computed_in_what_the_plan_found_faster(
+    faster: str, span: Span, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 4))
@@ -427,6 +429,9 @@ def test_a_region_is_computed_in_what_the_plan_found_faster(faster: str, span: S
     assert ("float32" in kernels and len(kernels) == 1) == (faster == "float32")
     # Either way norms are folded: the same function, up to rounding.
     other = freeze(chain, span, backend="reference")
+    plan.save(tmp_path / "plan.json")
+    again = freeze(chain, span, plan=KernelPlan.load(tmp_path / "plan.json"))
+    assert again.describe() == net.describe()
     assert (net(x) - other(x)).norm() < 0.05 * other(x).norm()
     net(x).sum().backward()
     # A simulation shows what int8 does to training.
@@ -450,6 +455,12 @@ def test_everything_goes_on_without_the_legacy_kernels(
     again = KernelPlan.load(tmp_path / "plan.json", fixed=False)
     assert again.choices == {"linear 4>4 on 2x4": "reference"}
     assert KernelPlan.load(tmp_path / "plan.json").choices == plan.choices
+
+
+def test_a_kernel_to_do_without_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COCOFL_WITHOUT", "legcy")
+    with pytest.warns(RuntimeWarning, match="names 'legcy'.*mean legacy"):
+        available(CPU)
 
 
 def test_a_kernel_that_rounds_wrongly_is_left_out() -> None:

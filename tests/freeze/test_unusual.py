@@ -448,6 +448,62 @@ def test_images_of_another_size_are_refused_where_the_gradient_depends_on_it():
     assert freeze(chain, Span(2, 3))(other).shape == (5, 4, 5, 5)  # forward only: any size
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_gradients_of_a_few_tensors_are_those_of_all(measured):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(3)]
+    chain, x = split(nn.Sequential(*layers, nn.Linear(8, 3)), torch.randn(6, 8)), torch.randn(6, 8)
+    net = freeze(chain, Span(0, 1), backend="reference", calibrate=measured)
+    parameters = list(net.trained.parameters())
+    net(x).square().sum().backward()  # measures scales, where it does
+    net.zero_grad()
+    net(x).square().sum().backward()
+    expected = [p.grad.clone() for p in parameters]
+    for own, all_of_them in zip(
+        torch.autograd.grad(net(x).square().sum(), parameters), expected, strict=True
+    ):
+        assert torch.equal(own, all_of_them)
+
+
+class SwitchedOff(nn.Module):
+    """A norm that is no norm here, of a context that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.context_norm = nn.Linear(8, 8), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.context_norm(None)
+        return self.layer(x).relu()
+
+
+class Rotated(nn.Module):
+    """As position embeddings do it: a part of the features is turned, here all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned, rest = x[..., :8], x[..., 8:]
+        return self.layer(torch.cat([turned.flip(-1), rest], -1)).relu()
+
+
+@pytest.mark.parametrize("block", [SwitchedOff, Rotated])
+def test_what_is_not_there_is_frozen_too(block):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(block(), block(), block(), nn.Linear(8, 3)), torch.randn(6, 8)
+    expected = model(x)
+    for trained in (0, 1, 3):
+        net = freeze(split(model, x), Span(trained, trained + 1), backend="reference")
+        net.measure_scales()
+        for _ in range(2):
+            result = net(x)
+            assert (result - expected).abs().max() < 0.05 * expected.abs().max()
+            result.sum().backward()
+        assert all(scale > 0 for key, scale in net.update().tensors.items() if "scales" in key)
+
+
 def test_going_backward_twice_is_refused():
     chain = split(nn.Sequential(conv(3, 8), conv(8, 8), conv(8, 4)), IMAGE)
     loss = freeze(chain, Span(0, 1), backend="reference")(IMAGE).sum()

@@ -70,6 +70,37 @@ def test_volumes_are_frozen_in_float() -> None:
     assert "Conv3d" in line
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize(("padding", "int8"), [("same", True), ("valid", True), ("odd", False)])
+def test_padding_by_name_has_an_int8_form_where_it_is_alike_on_both_sides(padding, int8):
+    kernel = 4 if padding == "odd" else 3
+    named = "same" if padding == "odd" else padding
+    along = nn.Conv1d(6, 8, kernel, padding=named, dilation=1)
+    flat = nn.Conv2d(3, 8, (kernel, 5), padding=named)
+    for layer, x in ((along, torch.randn(2, 6, 16)), (flat, torch.randn(2, 3, 9, 9))):
+        model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
+        expected = model(x)
+        net = freeze(split(model, x), Span(1, 2), backend="reference")
+        assert (net.describe()[0].kernel == "reference") == int8
+        assert (net(x) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_layers_that_multiply_are_named_and_blocks_that_stay_whole_are_not() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            x[..., 0] = 0
+            return x
+
+    model = nn.Sequential(nn.Embedding(9, 8), Written(), Written(), nn.Flatten(), nn.Linear(40, 2))
+    line = Network(split(model, torch.zeros(2, 5, dtype=torch.long))).what_stays_float
+    assert line.endswith("100 % of this network's multiplications stay in float32 (in Linear)")
+
+
 class _Recurrent(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -26,6 +26,9 @@ from torch import nn
 def net():
     model = nn.Sequential(nn.Sequential(nn.Linear(64, 512), nn.ReLU()), nn.Linear(512, 4))
     return model, torch.randn(8, 64)
+
+def tiny():
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), torch.randn(8, 16)
 """
 COCOFL = Path(sys.executable).with_name("cocofl")
 
@@ -57,6 +60,15 @@ def test_drift_is_what_the_anchors_around_say() -> None:
     entries = [entry(True, 1.0), entry(False, 5), entry(True, 2.0), entry(False, 5), entry(True, 2)]
     assert drift(entries) == pytest.approx([0.5, 0.75, 1.0, 1.0, 1.0])
     assert drift([entry(False, 5)]) == [1.0]
+
+
+def test_a_tiny_network_takes_its_tensors_though_no_page_is_new(own: str, tmp_path: Path) -> None:
+    folder = tmp_path / "workspace"
+    prepare_apart(folder, Settings(own.replace("net", "tiny"), backend="reference", batch=8))
+    for span in (Span(0, 2), Span(0, 3)):
+        cost, _ = measure(folder, span)
+        assert cost.rss_bytes is not None
+        assert cost.rss_bytes >= cost.tensor_bytes > 1000
 
 
 def test_one_configuration_in_a_fresh_process(own: str, tmp_path: Path) -> None:

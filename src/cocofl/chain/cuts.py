@@ -2,8 +2,8 @@
 
 A cut lies before a step. It is possible where exactly one *main* tensor is alive, one that comes
 from the samples and that a gradient flows through. Beside it may cross what no gradient flows
-through (sizes, masks), and what comes from parameters alone (a tied weight, a table of relative
-positions that all layers add): gradients flow back to the block that made it.
+through (sizes, masks, the inputs), and what comes from parameters alone (a tied weight, a table of
+relative positions that all layers add): gradients flow back to the block that made it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Layout:
 
     trace: Trace
     alive: tuple[tuple[fx.Node, ...], ...]
-    """The main values alive at each place, inputs of the model included."""
+    """The main values alive at each place."""
     weighty: tuple[bool, ...]
     """Whether each step reads parameters that none reads before it."""
     possible: frozenset[int]
@@ -83,7 +83,7 @@ def lay_out(trace: Trace, example: Sequence[Any], model: nn.Module) -> Layout:
         last = max((trace.places[user] for user in node.users), default=-1)
         for place in range(trace.places[node] + 1, last + 1):
             alive[place].append(node)
-    single = [[v for v in values if is_single[v] and v.op != "placeholder"] for values in alive]
+    single = [[value for value in values if is_single[value]] for values in alive]
     possible = frozenset(p for p in range(1, n) if len(alive[p]) == len(single[p]) == 1)
     return Layout(trace, tuple(map(tuple, alive)), tuple(weighty), possible)
 
@@ -167,11 +167,12 @@ class _MainValues(fx.Interpreter):
         if tensors_in(value) and (given or not self.samples.isdisjoint(sources)):
             self.samples.add(n)
         reads = any(self.trace.parameters(source) for source in (n, *sources))
-        main = given or any(source in self.is_single for source in sources)
+        learned = reads or not self.learned.isdisjoint(sources)
+        main = any(source in self.is_single for source in sources)
         floats = any(t.is_floating_point() or t.is_complex() for t in tensors_in(value))
-        if floats and (main or (reads and n in self.samples)):
+        if floats and (main or (learned and n in self.samples)):
             self.is_single[n] = isinstance(value, Tensor)
-        elif floats and (reads or not self.learned.isdisjoint(sources)):
+        elif floats and learned:
             self.learned.add(n)
         return value
 

@@ -126,6 +126,10 @@ class Recorder(TorchFunctionMode):
         self._settled: set[fx.Node] = set()
         """Nodes whose value depends on nothing but sizes and chance."""
         self._learned: set[fx.Node] = set()
+        self._writers: set[fx.Node] = set()
+        """Nodes that write into what they are given, for others to read."""
+        self._filled: set[int] = set()
+        """The memory that content was written into."""
         self._devices: dict[torch.device, fx.Node] = {}
         self._paths = {id(m): path for path, m in model.named_modules(remove_duplicate=False)}
         self._paths |= {id(m): path for path, m in reversed(list(model.named_modules()))}
@@ -227,19 +231,24 @@ class Recorder(TorchFunctionMode):
         """Run one operation; what it returns is known by a new node, unless it is no tensor."""
         # Before it runs, and may overwrite what it is given.
         arguments, named = self._argument(args), self._argument(kwargs)
-        given = {id(x): x._version for x in tensors_in((args, kwargs))}
+        tensors = tensors_in((args, kwargs))
+        given = {id(x): x._version for x in tensors}
         with self._unrecorded():
             result = run()
-        writes = target is operator.setitem
-        if not writes and op != "call_module" and not tensors_in(result):
+        written = {_memory(x) for x in tensors if x._version != given[id(x)]}
+        if not written and op != "call_module" and not tensors_in(result):
             return result
         node = self._node(op, target, arguments, named)
         sources = node.all_input_nodes
         random = getattr(target, "__name__", target) in RANDOM
         if op == "call_module" or any(s in self._learned for s in sources):
             self._learned.add(node)
-        if op != "call_module" and all(s in self._settled for s in sources):
+        settled = op != "call_module" and all(s in self._settled for s in sources)
+        if settled and self._filled.isdisjoint(map(_memory, tensors)):
             self._settled.add(node)
+        if written:
+            self._writers.add(node)
+            self._filled |= set() if settled else written
         if not random and op != "call_module" and not sources:
             self._auxiliary.add(node)
         return self._returned(result, node, given)
@@ -385,7 +394,7 @@ class Recorder(TorchFunctionMode):
 
     def _drop_unread(self) -> None:
         for node in reversed(self.graph.nodes):
-            unread = not node.users and not is_random(node)
+            unread = not (node.users or is_random(node) or node in self._writers)
             if unread and (node in self._auxiliary | self._settled or node.op == "get_attr"):
                 self.graph.erase_node(node)
 
@@ -507,6 +516,11 @@ def _with_parts(result: Any, parts: dict[Any, Any]) -> Any:
         return type(result)(*values)
     named = type(result).__module__ == "torch.return_types"
     return type(result)(values) if named or type(result) in (tuple, list) else result
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where its values lie: views of one tensor share that."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def is_random(node: fx.Node) -> bool:

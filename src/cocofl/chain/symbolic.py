@@ -57,6 +57,12 @@ def trace_symbolically(
                     "parameters must be attributes of their module",
                     tracer.owners[node.name][::-1],
                 )
+        for node in tracer.graph.nodes:
+            if _writes_into_constant(node):
+                raise Failure(
+                    f"{node.name!r} writes into a tensor that is made in each call of forward",
+                    tracer.owners[node.name][::-1],
+                )
     return Recorded(model, tracer.graph, tracer.calls, tracer.values, tracer.owners)
 
 
@@ -68,11 +74,14 @@ def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy, Any], 
     return lambda x, other: x.tracer.create_proxy("call_function", function, (x, other), {})
 
 
+_IN_PLACE: set[Any] = {operator.setitem}
 for _name in (
     "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow",
     "and", "or", "xor", "lshift", "rshift",
 ):  # fmt: skip
-    setattr(_Proxy, f"__i{_name}__", _in_place(getattr(operator, f"i{_name}")))
+    _function = getattr(operator, f"i{_name}")
+    _IN_PLACE.add(_function)
+    setattr(_Proxy, f"__i{_name}__", _in_place(_function))
 
 
 class _Tracer(fx.Tracer):
@@ -144,6 +153,21 @@ class _Tracer(fx.Tracer):
         self.n_steps += node.op.startswith("call_")
         self.owners[node.name] = tuple(self.stack)
         return node
+
+
+def _writes_into_constant(node: fx.Node) -> bool:
+    """Whether a step overwrites a tensor that ``forward`` makes, which stands in the graph once."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.target not in _IN_PLACE and (not name.endswith("_") or name.endswith("__")):
+        return False
+    first = node.args[0] if node.args else None
+    while isinstance(first, fx.Node) and first.target is operator.getitem:
+        first = first.args[0]
+    return (
+        isinstance(first, fx.Node)
+        and first.op == "get_attr"
+        and str(first.target).startswith("_tensor_constant")
+    )
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:

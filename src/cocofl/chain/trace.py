@@ -28,7 +28,7 @@ from cocofl.chain.symbolic import trace_symbolically
 from cocofl.errors import CannotSplit
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
-_EACH_TIME = "not the same operations each time it is called, and with each batch size"
+_EACH_TIME = "other operations each time it is called, or with another batch size"
 TraceMode = Callable[..., Recorded]
 """Traces one mode, given the modules that stay whole; ``again`` asks for a comparison."""
 

@@ -401,7 +401,7 @@ def _prepare(runs: Sequence[RunInProgress], executor: Executor, plan: KernelPlan
     """Get the executor ready, with the kernels that the first run began with or begins with now."""
     paths = [run.folder.path / PLAN for run in runs]
     is_new, trainer, strategy = not paths[0].exists(), runs[0].job.trainer, runs[0].job.strategy
-    plan = plan if is_new else KernelPlan.load(paths[0])
+    plan = plan if is_new else KernelPlan.load(paths[0], regions=False)
     executor.prepare(trainer, plan)
     if is_new and strategy.integers and trainer.spec.backend == "auto":
         plan = executor.choose_kernels(runs[0].state)

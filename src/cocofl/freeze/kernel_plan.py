@@ -40,7 +40,7 @@ _REPEATS = 7
 _CLEAR = 0.8
 _MEASURING = (
     "measuring which int8 kernels are fastest for this network on this machine; "
-    "pass freeze(…, plan=…) a saved KernelPlan to do so once"
+    "pass freeze(…, plan=…) a saved KernelPlan(regions=True) to do so once"
 )
 INT8, FLOAT = "int8", "float32"
 """What a whole region may be computed in."""
@@ -127,9 +127,12 @@ class KernelPlan:
         write_text(Path(path), text + "\n")
 
     @classmethod
-    def load(cls, path: str | Path, *, fixed: bool = True, regions: bool = False) -> KernelPlan:
+    def load(
+        cls, path: str | Path, *, fixed: bool = True, regions: bool | None = None
+    ) -> KernelPlan:
         """Read a saved plan; by default it is then obeyed and never extended.
 
+        Unless ``regions`` says otherwise, it is with regions if it was when it was saved.
         One that may be extended forgets kernels that are gone, and measures what they ran anew.
         """
         try:
@@ -147,6 +150,8 @@ class KernelPlan:
         if not fixed:
             usable = {name for name, k in KERNELS.items() if why_not(k) is None} | {INT8, FLOAT}
             choices = {map_: name for map_, name in choices.items() if name in usable}
+        if regions is None:
+            regions = not {INT8, FLOAT}.isdisjoint(choices.values())
         return cls(choices, fixed=fixed, regions=regions)
 
 

@@ -135,6 +135,17 @@ def _kind_in_product(node: fx.Node, given: list[str]) -> str:
     return "product" if is_product and not node.kwargs else ""
 
 
+def _margins(layer: Any) -> tuple[int, ...] | None:
+    """How many zeros a convolution adds at each end of each axis; None where that is not it."""
+    if layer.padding_mode != "zeros":
+        return None
+    if not isinstance(layer.padding, str):
+        return tuple(layer.padding)
+    lost = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    margins = [0 if layer.padding == "valid" else own // 2 for own in lost]
+    return tuple(margins) if layer.padding == "valid" or not any(n % 2 for n in lost) else None
+
+
 class Convolution(LinearLayer):
     """``nn.Conv2d``."""
 
@@ -143,17 +154,13 @@ class Convolution(LinearLayer):
     def accepts(self, layer: nn.Conv2d, shape: tuple[int, ...]) -> bool:
         """Where it is a plain one whose gradient is a convolution again."""
         strided, dilated = set(layer.stride) != {1}, set(layer.dilation) != {1}
-        return (
-            len(shape) == 4
-            and layer.padding_mode == "zeros"
-            and not isinstance(layer.padding, str)
-            and not (strided and dilated)
-        )
+        return len(shape) == 4 and _margins(layer) is not None and not (strided and dilated)
 
     def geometry(self, layer: nn.Conv2d) -> Geometry:
         """As the layer has it."""
-        assert not isinstance(layer.padding, str)
-        pairs = (layer.stride, layer.padding, layer.dilation)
+        margins = _margins(layer)
+        assert margins is not None
+        pairs = (layer.stride, margins, layer.dilation)
         stride, padding, dilation = ((vertical, horizontal) for vertical, horizontal in pairs)
         return Geometry(stride, padding, dilation, layer.groups)
 
@@ -172,13 +179,14 @@ class SignalConvolution(LinearLayer):
 
     def accepts(self, layer: nn.Conv1d, shape: tuple[int, ...]) -> bool:
         """Where it is a plain one whose gradient is a convolution again."""
-        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return len(shape) == 3 and plain and (layer.stride == (1,) or layer.dilation == (1,))
+        plain = layer.stride == (1,) or layer.dilation == (1,)
+        return len(shape) == 3 and plain and _margins(layer) is not None
 
     def geometry(self, layer: nn.Conv1d) -> Geometry:
         """As the layer has it, along the row."""
-        (stride,), (dilation,) = layer.stride, layer.dilation
-        return Geometry((1, stride), (0, int(layer.padding[0])), (1, dilation), layer.groups)
+        (stride,), (dilation,), margins = layer.stride, layer.dilation, _margins(layer)
+        assert margins is not None
+        return Geometry((1, stride), (0, margins[0]), (1, dilation), layer.groups)
 
     def describe(self, layer: nn.Conv1d) -> str:
         """Its kernel and channels."""

@@ -192,7 +192,8 @@ def passed_through(node: fx.Node, block: nn.Module) -> fx.Node | None:
     kind = _kind(node, block)
     is_module = isinstance(kind, type) and issubclass(kind, _DropoutNd | nn.Identity)
     is_function = node.op == "call_function" and kind in _DROPOUTS
-    return node.all_input_nodes[0] if is_module or is_function else None
+    # A layer that is switched off may be called with None.
+    return next(iter(node.all_input_nodes), None) if is_module or is_function else None
 
 
 def _drop_probability(node: fx.Node, block: nn.Module) -> Any:
@@ -209,7 +210,7 @@ def _operation(
     nodes = (*_makers(node, watch.bundles), node)
     sources = [n for inner in nodes for n in inner.all_input_nodes if n not in nodes]
     inputs = tuple(names[n] for n in dict.fromkeys(sources))
-    if node.op == "call_module" and quantized:
+    if node.op == "call_module" and quantized and inputs:
         own = _as_map(name, inputs[0], node, block, shapes.get(node, ()))
         if own is not None:
             return own

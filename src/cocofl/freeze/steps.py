@@ -280,15 +280,19 @@ class _Graph:
         operation: Any = self._result.node
         names = {edge.node: name for name, edge in self._inputs.items()}
         reads = [before and names.get(before, "") for before, _ in operation.next_functions]
-        if "" in reads or not callable(operation) or len(operation._input_metadata) > 1:
+        single = "" not in reads and callable(operation) and len(operation._input_metadata) == 1
+        # One operation by itself: autograd's engine takes longer than most of them, and adds this.
+        parts = operation(gradient) if single else ()
+        parts = parts if isinstance(parts, tuple) else (parts,)
+        shares = list(zip(reads, parts, strict=True)) if single else []
+        # Inside a backward pass to some tensors only, an operation gives nothing for all others.
+        if not single or any(name and part is None for name, part in shares):
             ends = list(self._inputs.values())
             found = torch.autograd.grad([self._result], ends, gradient, allow_unused=True)
             return dict(zip(self._inputs, found, strict=True))
-        # One operation by itself: autograd's engine takes longer than most of them, and adds this.
-        parts = operation(gradient)
         gradients: dict[str, Tensor | None] = {}
-        for name, part in zip(reads, parts if isinstance(parts, tuple) else [parts], strict=True):
-            if name is not None and part is not None:
+        for name, part in shares:
+            if name is not None:
                 shape, dtype = self._like[name]
                 own, others = part.sum_to_size(shape).to(dtype), gradients.get(name)
                 gradients[name] = own if others is None else others + own

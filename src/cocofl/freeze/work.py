@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from cocofl.chain import BlockChain
@@ -66,12 +66,19 @@ def _work(block: nn.Module, low: LoweredBlock, every: int) -> Work:
             int8 += math.prod(low.shapes[op.name]) * weight.numel() // len(weight)
         elif isinstance(op, NodeOp):
             called = [called_module(node, graph) for node in op.nodes]
-            floats |= {type(m).__name__ for m in called if m and _has_matrices(m)}
+            floats |= {name for module in called for name in _multiplying(module)}
     return Work(max(every, int8), int8, frozenset(floats))
 
 
-def _has_matrices(module: nn.Module) -> bool:
-    return any(parameter.ndim > 1 for parameter in module.parameters())
+def _multiplying(module: nn.Module | None) -> set[str]:
+    """The type of a layer with matrices; those of all layers in a block that stays whole."""
+    if isinstance(module, fx.GraphModule):
+        called = [called_module(node, module) for node in module.graph.nodes]
+        return {name for inner in called for name in _multiplying(inner)}
+    if module is None or isinstance(module, nn.Embedding):
+        return set()
+    matrices = any(parameter.ndim > 1 for parameter in module.parameters())
+    return {type(module).__name__} if matrices else set()
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def _reading(name: str) -> Iterator[None]:
     except InvalidModel:
         raise
     except Exception as error:  # it raises whatever its many models raise
-        said = " ".join(str(error).split())[:300]
+        said = " ".join(str(error).split())[:300].rstrip(".")
         raise InvalidModel(
             f"cannot make a network of {name}: {said}. Expected config.json and *.safetensors of a "
             "model that transformers knows; a model that brings code of its own, or pickled "

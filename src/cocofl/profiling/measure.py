@@ -112,8 +112,9 @@ def measure_here(folder: Path, configuration: Configuration) -> Measurement:
     gc.collect()
     sizes = upload_sizes(chain, scales=settings.integers)
     upload = sum(sizes[block] for block in blocks)
-    added = None if resident is None else max(1, resident.added)
     peak = peak_tensor_bytes(build, inputs)
+    # Tensors that fit into pages which the process has already are needed all the same.
+    added = None if resident is None else max(peak, resident.added)
     cost = Cost(statistics.median(seconds), added, peak, upload)
     return Measurement(cost, None if resident is None else resident.before)
 

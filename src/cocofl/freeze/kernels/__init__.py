@@ -15,6 +15,7 @@ from cocofl.freeze.kernels.base import BFLOAT16, REFERENCE, Geometry, Kernel, Li
 from cocofl.freeze.kernels.legacy import FBGEMM, NATIVE, QNNPACK
 from cocofl.freeze.kernels.onednn import ONEDNN
 from cocofl.freeze.kernels.onnx_runtime import ONNX_RUNTIME
+from cocofl.named import nearest
 from cocofl.numerics import Codes, Grid, QuantizedWeight, as_float
 
 __all__ = [
@@ -66,10 +67,30 @@ def available(device: torch.device) -> list[Kernel]:
 
 def why_not(chosen: Kernel) -> str | None:
     """Why a kernel cannot run here, or None: tried, since PyTorch lists some that cannot."""
-    unwanted = {chosen.name, chosen.name.partition("-")[0]} & {*os.environ.get(WITHOUT, "").split()}
-    if unwanted and chosen is not REFERENCE:
+    unwanted = os.environ.get(WITHOUT, "").split()
+    for name in unwanted:
+        _check_is_kernel(name)
+    if not _names(chosen).isdisjoint(unwanted) and chosen is not REFERENCE:
         return f"{WITHOUT} names it"
     return chosen.missing() or _fails(chosen)
+
+
+def _names(chosen: Kernel) -> set[str]:
+    """What a kernel is called where it is not wanted: ``legacy`` are several."""
+    return {chosen.name, chosen.name.partition("-")[0]}
+
+
+@cache
+def _check_is_kernel(name: str) -> None:
+    """Say, once, that a name to do without is none."""
+    known = sorted(set().union(*map(_names, KERNELS.values())) - {REFERENCE.name})
+    if name not in {*known, REFERENCE.name}:
+        warnings.warn(
+            f"{WITHOUT} names {name!r}{nearest(name, known)}, which is no kernel; it may name "
+            f"{', '.join(known)}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 @cache
