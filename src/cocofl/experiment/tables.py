@@ -20,8 +20,9 @@ from cocofl.models.widths import check_rolls
 from cocofl.profiling import ProfileTable, shipped
 from cocofl.profiling.analytic import analytic_table
 from cocofl.profiling.configurations import Configuration, joined
+from cocofl.profiling.parts import first_blocks_table, narrow_end_tables
 from cocofl.profiling.subject import Settings
-from cocofl.profiling.table import checkpointed_beside
+from cocofl.profiling.table import checkpointed_beside, spans_alone
 from cocofl.span import Span
 
 
@@ -92,6 +93,30 @@ class ExperimentTables:
         other = checkpointed_beside(path)
         return str(other) if path.suffix == ".json" and other.is_file() else None
 
+    def first_blocks(self, variant: str) -> ProfileTable:
+        """The costs of the first blocks alone: ``0:1``, ``0:2``, …"""
+        return self._as_counted(variant, _first_blocks(*self._counted(variant, self._device)))
+
+    def narrow_ends(self, variant: str) -> dict[float, ProfileTable]:
+        """By width, those of spans up to the end, all blocks of which but the first have it."""
+        counted = _narrow_ends(*self._counted(variant, self._device))
+        return {width: self._as_counted(variant, table) for width, table in counted.items()}
+
+    def _as_counted(self, variant: str, part: ProfileTable) -> ProfileTable:
+        """The costs of spans, times what a part of the network is counted to cost beside them."""
+        plain = _analytic(*self._counted(variant, self._device))
+        spans = spans_alone(self.spans(variant))
+        scaled = spans.only(part.configurations).scaled(plain, part)
+        table = replace(scaled, name=f"{spans.name}, {part.name} by count")
+        self.served[f"{variant} {part.name}"] = table.describe()
+        return table
+
+    @property
+    def _device(self) -> str:
+        """The device whose rates are counted with, where ``tables.spans`` names one."""
+        kind, _, device = self._experiment.tables.spans.partition(":")
+        return device if kind == "analytic" else ""
+
     def widths(self) -> ProfileTable:
         """The costs of widths."""
         table = self._get(self._experiment.tables.widths, "width")
@@ -158,6 +183,17 @@ class ExperimentTables:
         settings = replace(settings, head=head, checkpoint=checkpoint)
         words = ["analytic", subject.model, kind, *["checkpointed"] * checkpoint]
         return settings, device or "x64", " ".join([*words, *[f"on {device}"] * bool(device)])
+
+
+@lru_cache(maxsize=16)
+def _first_blocks(settings: Settings, device: str, _name: str) -> ProfileTable:
+    return replace(first_blocks_table(settings, device), name="first blocks alone")
+
+
+@lru_cache(maxsize=16)
+def _narrow_ends(settings: Settings, device: str, _name: str) -> dict[float, ProfileTable]:
+    tables = narrow_end_tables(settings, device)
+    return {width: replace(one, name="narrow ends") for width, one in tables.items()}
 
 
 @lru_cache(maxsize=16)

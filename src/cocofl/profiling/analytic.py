@@ -38,6 +38,8 @@ from cocofl.profiling.subject import (
 from cocofl.profiling.table import ProfileTable
 from cocofl.span import Blocks, Role, Span
 
+# Costs of all others are between those of these.
+COUNTED_WIDTHS = tuple(sorted({*LEVELS, *STEPS[::7], 1.0}))
 # Where a model can be cut shows with few samples; only counting takes the whole mini-batch.
 _SAMPLES = 2
 _READ_AND_WRITE = 2.0
@@ -296,8 +298,8 @@ def analytic_tables(settings: Settings, devices: Sequence[str]) -> list[ProfileT
             "measure them, without --analytic"
         )
     rates = {name: device_named(name) for name in devices}
-    widths = {*LEVELS, *STEPS[::7], 1.0} if settings.method == "width" else {None}
-    counted = {width: _work_of(settings, width) for width in widths}
+    widths = COUNTED_WIDTHS if settings.method == "width" else (None,)
+    counted = {width: work_of(settings, width) for width in widths}
     n_blocks = len(next(iter(counted.values()))[0])
     return [
         settings.table(
@@ -311,7 +313,7 @@ def _costs(settings: Settings, counted: Mapping[float | None, Work], device: Dev
     """What every span or width costs a device, from the work of the network or of widths of it."""
     if settings.method == "width":
         known = {
-            width: _cost(work, Span(0, len(work)), "f", inputs, device)
+            width: cost_of(work, Span(0, len(work)), "f", inputs, device)
             for width, (work, inputs) in counted.items()
             if width is not None
         }
@@ -320,16 +322,16 @@ def _costs(settings: Settings, counted: Mapping[float | None, Work], device: Dev
     work, inputs = counted[None]
     if settings.is_compared:
         plain = [replace(block, adapters=None) for block in work]
-        costs[1.0] = _cost(plain, Span(0, len(work)), "f", inputs, device)
+        costs[1.0] = cost_of(plain, Span(0, len(work)), "f", inputs, device)
     learning = [i for i, block in enumerate(work) if block.adapters or not settings.rank]
     for blocks in settings.spans(learning):
-        costs[blocks] = _cost(
+        costs[blocks] = cost_of(
             work, blocks, settings.variant, inputs, device, checkpoint=settings.checkpoint
         )
     return costs
 
 
-def _work_of(subject: Subject, width: float | None = None) -> Work:
+def work_of(subject: Subject, width: float | None = None) -> Work:
     """The work of each block on a mini-batch."""
     try:
         chain, inputs = subject.chain(width, samples=_SAMPLES)
@@ -339,7 +341,7 @@ def _work_of(subject: Subject, width: float | None = None) -> Work:
         return block_work(chain, inputs), inputs
 
 
-def _cost(
+def cost_of(
     work: Sequence[BlockWork],
     trained: Blocks,
     variant: str,
@@ -348,6 +350,7 @@ def _cost(
     *,
     checkpoint: bool = False,
 ) -> Cost:
+    """What one step costs when a set of blocks is trained."""
     input_bytes = sum(x.nbytes for x in inputs)
     memory = peak_bytes(work, trained, variant, input_bytes, checkpoint=checkpoint)
     seconds = step_seconds(work, trained, variant, device, checkpoint=checkpoint)

@@ -238,11 +238,10 @@ class ProfileTable:
         )
 
     def scaled(self, plain: ProfileTable, other: ProfileTable) -> ProfileTable:
-        """This table with the times and peaks that ``other`` has beside ``plain``."""
+        """This table with the costs that ``other`` has beside ``plain``."""
         keys = self.configurations
         here, before, after = (np.array([t.row(key) for key in keys]) for t in (self, plain, other))
-        rows = here * after / np.maximum(before, 1e-12)
-        rows[:, 2] = self.upload
+        rows = here * (after / np.maximum(before, 1e-12))
         name = f"{self.name}, as {other.name} is beside {plain.name}"
         columns = _columns(keys, rows)
         return replace(self, **columns, costs=(), checkpoint=other.checkpoint, name=name)

@@ -11,7 +11,7 @@ from cocofl import Budget, ProfileTable
 from cocofl.fl.federation import Situation
 from cocofl.freeze import FLOAT32
 from cocofl.profiling import Cost
-from cocofl.span import all_spans
+from cocofl.span import Span, all_spans
 
 WIDTHS = (0.125, 0.25, 0.5, 0.75, 1.0)
 
@@ -35,9 +35,37 @@ class PlainTables:
             for span in all_spans(n)
             if (size := len(span))
         }
-        return ProfileTable.from_costs(
-            costs, n_blocks=n, model="toy", method="span", variant=variant or "f", source="measured"
-        )
+        return self._of_spans(costs, variant)
+
+    def first_blocks(self, variant: str) -> ProfileTable:
+        """As if the first blocks were all there is."""
+        costs: dict[Any, Cost] = {
+            Span(0, depth): Cost(4 * depth - 1, None, 30 * depth, 10 * depth)
+            for depth in range(1, self.n_blocks + 1)
+        }
+        return self._of_spans(costs, variant)
+
+    def narrow_ends(self, variant: str) -> dict[float, ProfileTable]:
+        """A narrow block counts as so much of one."""
+        n, whole = self.n_blocks, self.spans(variant)
+        full = whole.costs[whole.configurations.index(Span(0, n))]
+
+        def cost(first: int, width: float) -> Cost:
+            passing = width * (n - first - 1)
+            step_s = (first + 1 + passing) + passing + 2 * (1 + passing)
+            return Cost(step_s, None, round(30 * (1 + passing)), round(10 * (1 + passing)))
+
+        found: dict[float, dict[Any, Cost]] = {
+            width: {Span(first, n): cost(first, width) for first in range(n)} for width in WIDTHS
+        }
+        return {width: self._of_spans(rows, variant, full) for width, rows in found.items()}
+
+    def _of_spans(
+        self, costs: dict[Any, Cost], variant: str | None, full: Cost | None = None
+    ) -> ProfileTable:
+        facts = {"model": "toy", "method": "span", "source": "measured", "full": full}
+        n = self.n_blocks
+        return ProfileTable.from_costs(costs, n_blocks=n, variant=variant or "f", **facts)
 
     def widths(self) -> ProfileTable:
         costs: dict[Any, Cost] = {

@@ -17,20 +17,9 @@ from cocofl.errors import InvalidSetting, InvalidState
 from cocofl.fl.batches import tensors
 from cocofl.fl.exits import DepthWork, exit_of
 from cocofl.fl.strategies import STRATEGIES
-from cocofl.fl.strategies.depthfl import first_blocks_cost
 from cocofl.freeze import KernelPlan
 from tests.fl.conftest import initial, make_workshop, task
 from tests.fl.strategies.tables import PlainTables, situation
-
-
-def test_the_first_blocks_alone_cost_no_more_than_with_others_behind_them() -> None:
-    table = PlainTables(n_blocks=6).spans("f")
-    # Of all 23 steps; 0:2 takes 15, 2:6 takes 17 and the cheapest, 5:6, takes 8.
-    assert first_blocks_cost(table, 2)[0] * 23 == pytest.approx(min(15, 23 - 17 + 8))
-    assert first_blocks_cost(table, 6) == (1.0, 1.0, 1.0)
-    for depth in range(1, 7):
-        alone = depth + (depth - 1) + 2 * depth
-        assert first_blocks_cost(table, depth)[0] * 23 >= alone - 1e-9
 
 
 def test_a_device_trains_the_stages_that_fit() -> None:

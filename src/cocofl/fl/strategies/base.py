@@ -66,6 +66,12 @@ class Tables(Protocol):
     def checkpointed(self, variant: str, precision: str = FLOAT32) -> ProfileTable:
         """The same where trained blocks are computed again in the backward pass."""
 
+    def first_blocks(self, variant: str) -> ProfileTable:
+        """The costs of the first blocks alone: ``0:1``, ``0:2``, …"""
+
+    def narrow_ends(self, variant: str) -> Mapping[float, ProfileTable]:
+        """By width, those of spans up to the end, all blocks of which but the first have it."""
+
     def widths(self) -> ProfileTable:
         """The costs of widths."""
 

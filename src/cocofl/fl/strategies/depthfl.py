@@ -19,26 +19,9 @@ from cocofl.fl.select import fits
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, share_of_deadline
 from cocofl.fl.strategies.facts import SLICES, SPANS, StrategyFacts, declares
 from cocofl.fl.trainer import Work
-from cocofl.profiling.table import ProfileTable, spans_alone
 from cocofl.span import Span
 
 VARIANT = "f"
-
-
-def first_blocks_cost(table: ProfileTable, depth: int) -> tuple[float, float, float]:
-    """About what training the first blocks alone costs, by a table of spans of the whole network.
-
-    What their backward pass takes and keeps is what full training needs more than training all
-    blocks behind them; their forward pass and weights are a part of the cheapest step, that of the
-    last block, which counts in full. It is never more than the same blocks with others behind them.
-    """
-    n = table.n_blocks
-    whole = table.row(Span(0, depth))
-    if depth == n:
-        return whole
-    rows = (table.row(Span(0, n)), table.row(Span(depth, n)), table.row(Span(n - 1, n)))
-    alone = [full - behind + cheapest for full, behind, cheapest in zip(*rows, strict=True)]
-    return min(whole[0], alone[0]), min(whole[1], alone[1]), whole[2]
 
 
 def depths_of(n_blocks: int, stages: int) -> tuple[int, ...]:
@@ -108,9 +91,9 @@ def by_depth(
             f"strategy.stages is {stages}, but the network has {tables.n_blocks} blocks; "
             "expected at most one stage per block"
         )
-    table = spans_alone(tables.spans(VARIANT))
+    table = tables.first_blocks(VARIANT)
     depths = depths_of(tables.n_blocks, stages)
-    costs = [first_blocks_cost(table, depth) for depth in depths]
+    costs = [table.row(Span(0, depth)) for depth in depths]
 
     def plan(situation: Situation) -> Plan | None:
         limits = table.limits(situation.budget)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +28,6 @@ from cocofl.fl.strategies.facts import SLICES, SPANS, StrategyFacts, declares
 from cocofl.fl.trainer import Task, Trainer
 from cocofl.freeze import freeze
 from cocofl.models.widths import Place
-from cocofl.profiling.table import Floats, ProfileTable, spans_alone
 from cocofl.span import Blocks, Span
 
 VARIANT = "f"
@@ -140,22 +138,6 @@ def _without_foreign_inputs(tensor: Tensor, place: Place) -> Tensor:
     return result
 
 
-def stage_cost(spans: ProfileTable, widths: ProfileTable, first: int, width: float) -> Floats:
-    """Training all blocks from ``first`` on, less what narrowing those behind it saves.
-
-    What the head costs is a step that trains it without the cheapest step, which has the forward
-    pass of all; it shrinks as the whole network does. So it errs on the high side.
-    """
-    n = spans.n_blocks
-    whole = np.array(spans.row(Span(first, n)))
-    if first + 1 == n or width == 1.0:
-        return whole
-    head = np.array(spans.row(Span(first + 1, n)))
-    head[:2] -= np.array(spans.row(Span(n - 1, n)))[:2]
-    saved: Floats = np.maximum(head, 0) * (1 - np.array(widths.row(width)))
-    return whole - saved
-
-
 @declares(
     StrategyFacts(
         label="SLT",
@@ -179,23 +161,25 @@ def slt(tables: Tables, *, each: int = 5) -> Strategy:
             "successive layer training narrows the last blocks of a network, and those of a "
             "Transformer share their width with the first; take another strategy"
         )
-    spans, widths = spans_alone(tables.spans(VARIANT)), tables.widths()
-    budgets = [spans.limits(budget) for budget in tables.least_budgets()]
+    by_width = tables.narrow_ends(VARIANT)
+    whole = by_width[1.0]
+    budgets = [whole.limits(budget) for budget in tables.least_budgets()]
     stages: list[tuple[int, float]] = []
     for first in range(tables.n_blocks):
-        costs = {width: stage_cost(spans, widths, first, width) for width in widths.widths}
+        costs = {width: one.row(Span(first, tables.n_blocks)) for width, one in by_width.items()}
         fitting = [[w for w, cost in costs.items() if fits(cost, limits)] for limits in budgets]
         able = [max(some) for some in fitting if some]
-        stages.append((first, min(able, default=1.0 if not budgets else widths.widths[0])))
+        stages.append((first, min(able, default=1.0 if not budgets else min(by_width))))
         if stages[-1][1] == 1.0:
             break
 
     def plan(situation: Situation) -> Plan | None:
         first, width = stages[min(situation.round_index // each, len(stages) - 1)]
-        cost, limits = stage_cost(spans, widths, first, width), spans.limits(situation.budget)
+        cost = by_width[width].row(Span(first, tables.n_blocks))
+        limits = whole.limits(situation.budget)
         if not fits(cost, limits):
             return None
-        time = share_of_deadline(float(cost[0]), limits[0])
+        time = share_of_deadline(cost[0], limits[0])
         return Plan(GrowingWork(first, tables.n_blocks, width), time)
 
     used = sorted({width for _, width in stages if width < 1.0})
