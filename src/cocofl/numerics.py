@@ -55,6 +55,8 @@ class QuantizedWeight(NamedTuple):
 
     codes: Tensor
     scale: Tensor
+    sums: Tensor | None = None
+    """Of the codes of each channel, in float32: exact up to 2**24. None where nobody made them."""
 
     def dequantize(self) -> Tensor:
         """The float32 weight these codes stand for."""
@@ -174,9 +176,9 @@ def quantize_weights(weights: Sequence[Tensor], bits: int = 8) -> list[Quantized
         rows = torch.cat([flat[i] for i in alike])  # a copy, which may be overwritten
         scales = rows.abs().amax(1).clamp_(min=_TINY).div_(largest)
         # The largest of a channel becomes the last code, so nothing is beyond.
-        codes = rows.div_(scales[:, None]).round_().to(torch.int8)
+        whole = rows.div_(scales[:, None]).round_()
         lengths = [len(flat[i]) for i in alike]
-        parts = zip(alike, codes.split(lengths), scales.split(lengths), strict=True)
-        for i, own, scale in parts:
-            found[i] = QuantizedWeight(own.view(weights[i].shape), scale)
+        parts = (x.split(lengths) for x in (whole.to(torch.int8), scales, whole.sum(1)))
+        for i, codes, scale, sums in zip(alike, *parts, strict=True):
+            found[i] = QuantizedWeight(codes.view(weights[i].shape), scale, sums)
     return [found[i] for i in range(len(flat))]

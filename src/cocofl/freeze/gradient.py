@@ -91,10 +91,11 @@ class InputGradient:
         ]  # fmt: skip
         for vertical, horizontal in product(*axes):
             if vertical.taps and horizontal.taps:
-                codes = quantized.codes
-                if codes.shape[2:] != (1, 1):
-                    codes = codes[:, :, list(vertical.taps)][:, :, :, list(horizontal.taps)]
-                part = QuantizedWeight(codes.contiguous(), quantized.scale)
+                part = quantized
+                if quantized.codes.shape[2:] != (1, 1):
+                    codes = quantized.codes[:, :, list(vertical.taps)]
+                    codes = codes[:, :, :, list(horizontal.taps)].contiguous()
+                    part = QuantizedWeight(codes, quantized.scale)
                 padding = (vertical.padding, horizontal.padding)
                 walk = replace(geometry, stride=(1, 1), padding=padding)
                 linear = LinearMap(part, None, walk, False, MIDDLE, output_shape)

@@ -32,7 +32,7 @@ from cocofl.freeze.precision import (
 from cocofl.freeze.recomputing import recomputed
 from cocofl.freeze.region import ChooseKernel, IntegerRegion, IntegerSettings, LearningRegion
 from cocofl.freeze.scale_notes import ScaleMeter, ScaleNotes
-from cocofl.freeze.state import State, Update, block_state, chain_state, check_state
+from cocofl.freeze.state import State, Update, block_state, chain_state
 from cocofl.freeze.traced_blocks import copy_block
 from cocofl.numerics import HEADROOM
 from cocofl.span import Blocks, Role, Span
@@ -84,7 +84,7 @@ def freeze(
     _check_precision(precision, network)
     state = chain_state(network.chain) if state is None else state
     if not state_is_checked:
-        check_state(network.chain, state, network.scale_keys)
+        network.expected.check(state, network.scale_keys)
     plan = _DEFAULT_PLAN if plan is None else plan
     settings = None
     if variant == "qff":

@@ -18,7 +18,7 @@ from cocofl.freeze.lowering import lower
 from cocofl.freeze.memory_saving import memory_saving
 from cocofl.freeze.operations import LoweredBlock, NodeOp
 from cocofl.freeze.scheme import GRADIENT, OUTPUT, Grids, QuantizationScheme, scale_key
-from cocofl.freeze.state import trained_state
+from cocofl.freeze.state import ExpectedState, trained_state
 from cocofl.freeze.work import Work, run_example, work_of
 from cocofl.span import Blocks
 
@@ -158,6 +158,11 @@ class Network:
     def values_before(self, block: int) -> dict[str, Any]:
         """What the example has become when it reaches a block, by name."""
         return run_example(self.chain, lambda own, arguments: own(*arguments), block)
+
+    @cached_property
+    def expected(self) -> ExpectedState:
+        """What a state of the chain consists of."""
+        return ExpectedState(self.chain)
 
     @cached_property
     def with_dropout(self) -> LoweredChain:

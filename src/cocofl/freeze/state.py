@@ -53,45 +53,60 @@ def chain_state(chain: BlockChain) -> State:
     return {key: t.clone() for block in chain.blocks for key, t in block_state(block).items()}
 
 
-def check_state(
-    chain: BlockChain, state: Mapping[str, Tensor], scales: Collection[str] | None
-) -> None:
-    """Refuse a state that does not fit the chain, naming what is wrong and what is expected.
+class ExpectedState:
+    """What a state of this chain consists of; made once, it spares walking through the modules."""
 
-    ``scales`` are the keys that scales may have; None for any.
-    """
-    expected = {key: t for block in chain.blocks for key, t in block_state(block).items()}
-    for key, wanted in expected.items():
-        if key not in state:
-            raise InvalidState(
-                f"the state lacks {key!r}; expected a tensor of shape {list(wanted.shape)}"
-            )
-        _check_tensor(key, state[key], wanted)
-    _check_finite({key: state[key] for key in expected})
-    allowed = {k for k in state if k.startswith("scales.") and (scales is None or k in scales)}
-    _check_scales({key: state[key] for key in allowed - expected.keys()})
-    if others := state.keys() - expected.keys() - allowed:
-        for key in sorted(others - set(chain.state_dict())):
-            known = sorted(expected.keys() | set(scales or ()))
-            hint = nearest(key, known)
+    def __init__(self, chain: BlockChain) -> None:
+        own = {key: t for block in chain.blocks for key, t in block_state(block).items()}
+        self._like = {key: (tensor.shape, tensor.dtype) for key, tensor in own.items()}
+        self._tolerated = frozenset(chain.state_dict())
+        """Nobody merges these, but a whole model's state has them."""
+
+    def check(self, state: Mapping[str, Tensor], scales: Collection[str] | None) -> None:
+        """Refuse a state that does not fit, naming what is wrong and what is expected.
+
+        ``scales`` are the keys that scales may have; None for any.
+        """
+        expected = self._like.keys()
+        for key, (shape, dtype) in self._like.items():
+            if key not in state:
+                raise InvalidState(
+                    f"the state lacks {key!r}; expected a tensor of shape {list(shape)}"
+                )
+            _check_tensor(key, state[key], shape, dtype)
+        _check_finite({key: state[key] for key in expected})
+        allowed = {k for k in state if k.startswith("scales.") and (scales is None or k in scales)}
+        _check_scales({key: state[key] for key in allowed - expected})
+        for key in sorted(state.keys() - expected - allowed - self._tolerated):
+            hint = nearest(key, sorted(expected | set(scales or ())))
             raise InvalidState(f"the state has {key!r}, which this chain does not know{hint}")
 
 
-def _check_tensor(key: str, tensor: Tensor, wanted: Tensor) -> None:
+def check_state(
+    chain: BlockChain, state: Mapping[str, Tensor], scales: Collection[str] | None
+) -> None:
+    """Refuse a state that does not fit the chain: see :meth:`ExpectedState.check`."""
+    ExpectedState(chain).check(state, scales)
+
+
+def _check_tensor(key: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     if not isinstance(tensor, Tensor):
         raise InvalidState(f"{key!r} is a {type(tensor).__name__}; expected a tensor")
-    if tensor.shape != wanted.shape:
+    if tensor.shape != shape:
         raise InvalidState(
-            f"{key!r} has shape {list(tensor.shape)}; the chain expects {list(wanted.shape)}"
+            f"{key!r} has shape {list(tensor.shape)}; the chain expects {list(shape)}"
         )
-    if tensor.dtype != wanted.dtype:
-        raise InvalidState(f"{key!r} is {tensor.dtype}; the chain expects {wanted.dtype}")
+    if tensor.dtype != dtype:
+        raise InvalidState(f"{key!r} is {tensor.dtype}; the chain expects {dtype}")
 
 
 def _check_finite(tensors: State) -> None:
     floats = {key: t for key, t in tensors.items() if t.is_floating_point()}
     # A sum takes a tenth of the time of a closer look, and is finite only where all numbers are.
-    if not floats or torch.stack([t.sum().float() for t in floats.values()]).isfinite().all():
+    vectors = [t for t in floats.values() if t.ndim == 1]  # most of them, and all small
+    others = [t for t in floats.values() if t.ndim != 1]
+    sums = [t.sum().float() for t in ([torch.cat(vectors)] if vectors else []) + others]
+    if not sums or torch.stack(sums).isfinite().all():
         return
     for key, tensor in floats.items():
         if not tensor.isfinite().all():

@@ -61,9 +61,11 @@ def _prepare_convolution(linear_map: LinearMap, geometry: Geometry) -> Prepared:
     # Scales do not change how weights are packed, and PyTorch reads each of them by itself.
     alike = torch.ones(1)
     packed = torch.ops.onednn.qconv_prepack(codes, alike, 1.0, 0, *walk, groups, padded_shape)
-    # Sums in float32 are exact as far as 2**24, and come sooner than those in int64.
-    total = codes.flatten(1).sum(1, dtype=torch.float32) if zero_point else None
-    offset = None if total is None else total.mul_(-zero_point).mul_(scale)
+    offset: Tensor | None = None
+    if zero_point:
+        sums = linear_map.weight.sums
+        sums = codes.flatten(1).sum(1, dtype=torch.float32) if sums is None else sums
+        offset = (sums * -zero_point).mul_(scale)
     no_offsets = _zeros(len(scale))
     relu = "relu" if linear_map.relu else None
     plain = torch.ops.onednn.qconv2d_pointwise.default
