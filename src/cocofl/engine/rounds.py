@@ -247,7 +247,7 @@ class _Ledger:
         federation = self._job.federation
         if federation is None or not any(one.power for one in federation.devices.groups):
             return None
-        spent = (federation.power(one.device) * one.time for one in self._turn.end)
+        spent = (federation.power(one.device) * one.active for one in self._turn.end)
         return round(sum(spent) * self._job.deadline_s, 6)
 
 
