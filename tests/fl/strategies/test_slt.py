@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from cocofl import Budget, Experiment, data
 from cocofl.errors import InvalidModel, InvalidSetting
 from cocofl.experiment import Setup
+from cocofl.fl.codec import Upload
 from cocofl.fl.state import ServerState
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.fl.strategies.slt import GrowingWork, quiet
@@ -173,6 +175,26 @@ def test_what_a_shortcut_hands_on_is_no_part_of_a_narrow_head(
         outside = torch.ones_like(found[key], dtype=torch.bool)
         outside[inside[key]] = False
         assert torch.equal(found[key][outside], fresh[key][outside]), f"{key}: others wait"
+
+
+def test_a_codec_sees_no_change_where_a_channel_is_absent(trainer: Trainer) -> None:
+    """Or what it loses of a norm, which has one scale, would go by what waits there."""
+    state = trainer.server_state(quiet(trainer, chain_state(trainer.chain()), [WIDTH]))
+    one = task(GrowingWork(0, 4, WIDTH), samples=40)
+    plain = trainer.train(one, state)
+    upload = Upload(codec="int8")
+    coded = Trainer(replace(trainer.spec, upload=upload)).train(one, state)
+    moved = 0
+    for key, rows in plain.rows.items():
+        start, sent = state.tensors[key], plain.tensors[key]
+        rest = torch.ones(len(sent), dtype=torch.bool)
+        rest[torch.from_numpy(rows)] = False
+        assert torch.equal(sent[rest], start[rest]), key
+        if not key.endswith(("running_mean", "running_var", "tracked")):
+            step = (sent - start).abs().max() / 127
+            assert float((coded.tensors[key] - sent).abs().max()) <= step * 1.01, key
+            moved += bool(step > 0)
+    assert moved > 3
 
 
 def test_blocks_grow_until_the_rest_fits_the_weakest_device() -> None:

@@ -75,6 +75,10 @@ class GrowingWork:
         loss = trainer.training.descend(named.values(), losses, task.lr, silence)
         sent = net.update().tensors
         counted = {key: kept.numpy() for key, kept in rows.items() if key in sent}
+        for key in counted:  # a codec is not to see what is absent as a change
+            whole = state.tensors[key].clone()
+            whole[rows[key]] = sent[key][rows[key]]
+            sent[key] = whole
         size = self._sent_bytes(trainer, sent)
         return Contribution(sent, len(task.indices), loss, rows=counted, sent_bytes=size)
 
