@@ -80,7 +80,7 @@ def test_what_nobody_can_train_is_found_before_anything_is_trained(tmp_path: Pat
             leave_out=(lambda *said: left_out.append(said)) if tell else None,
         )
 
-    with pytest.raises(NoFeasibleSpan, match="no device can train anything"):
+    with pytest.raises(NoFeasibleSpan, match="fedavg: no device can train anything"):
         played("fedavg", "cocofl", tell=False)
     assert not (tmp_path / "runs").exists()
     (run,) = played("fedavg", "cocofl", tell=True)

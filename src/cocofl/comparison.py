@@ -145,7 +145,10 @@ def _suitable(
             except CocoflError as error:
                 # Whose options are given is wanted: that these are wrong is no reason to go on.
                 is_wanted = scene.strategy.options and strategy == scene.strategy.name
-                if leave_out is None or (is_wanted and not isinstance(error, NoFeasibleSpan)):
+                is_about_budgets = isinstance(error, NoFeasibleSpan)
+                if leave_out is None and is_about_budgets:
+                    raise NoFeasibleSpan(f"{strategy}: {error}") from error
+                if leave_out is None or (is_wanted and not is_about_budgets):
                     raise
                 wrong[place] = str(error)
                 continue
