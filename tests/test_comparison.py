@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cocofl import Experiment, Run
+from cocofl import Experiment, Run, simulate
 from cocofl.comparison import TUNING_SEED, compare
 from cocofl.engine.executor import InProcess
 from cocofl.errors import CocoflError, InvalidExperiment, NoFeasibleSpan
@@ -86,6 +86,24 @@ def test_what_nobody_can_train_is_found_before_anything_is_trained(tmp_path: Pat
     (run,) = played("fedavg", "cocofl", tell=True)
     assert run.experiment.strategy.name == "cocofl"
     assert [name for name, _ in left_out] == ["fedavg"]
+
+
+def test_what_begins_later_is_no_reason_to_call_a_run_off(tmp_path: Path) -> None:
+    """Nobody has the memory for FedPart's full rounds; single blocks have their turn after them."""
+    weak = TINY.changed({"devices.groups": [{"name": "weak", "memory": 0.9}], "rounds": 3})
+    asked = weak.with_strategy("fedpart", warmup=1, each=1)
+    (run,) = compare(
+        asked,
+        strategies=["fedpart"],
+        seeds=[0],
+        out=tmp_path,
+        splits=["iid"],
+        lr_grid=[],
+        resume=False,
+    )
+    assert [len(one.devices) for one in run.rounds] == [0, 0, 3], "the first block costs most"
+    with pytest.raises(NoFeasibleSpan, match="no device can train anything"):
+        simulate(asked.changed({"rounds": 1}), out=tmp_path / "short")
 
 
 def test_a_strategy_is_played_under_the_budgets_that_suit_it(tmp_path: Path) -> None:
