@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cocofl import Experiment, Run
+from cocofl import Experiment, Run, simulate
 from cocofl.comparison import TUNING_SEED, compare
 from cocofl.engine.executor import InProcess
-from cocofl.errors import InvalidExperiment, NoFeasibleSpan
+from cocofl.errors import CocoflError, InvalidExperiment, NoFeasibleSpan
 
 TINY = Experiment().changed(
     {
@@ -79,12 +80,30 @@ def test_what_nobody_can_train_is_found_before_anything_is_trained(tmp_path: Pat
             leave_out=(lambda *said: left_out.append(said)) if tell else None,
         )
 
-    with pytest.raises(NoFeasibleSpan, match="no device can train anything"):
+    with pytest.raises(NoFeasibleSpan, match="fedavg: no device can train anything"):
         played("fedavg", "cocofl", tell=False)
     assert not (tmp_path / "runs").exists()
     (run,) = played("fedavg", "cocofl", tell=True)
     assert run.experiment.strategy.name == "cocofl"
     assert [name for name, _ in left_out] == ["fedavg"]
+
+
+def test_what_begins_later_is_no_reason_to_call_a_run_off(tmp_path: Path) -> None:
+    """Nobody has the memory for FedPart's full rounds; single blocks have their turn after them."""
+    weak = TINY.changed({"devices.groups": [{"name": "weak", "memory": 0.9}], "rounds": 3})
+    asked = weak.with_strategy("fedpart", warmup=1, each=1)
+    (run,) = compare(
+        asked,
+        strategies=["fedpart"],
+        seeds=[0],
+        out=tmp_path,
+        splits=["iid"],
+        lr_grid=[],
+        resume=False,
+    )
+    assert [len(one.devices) for one in run.rounds] == [0, 0, 3], "the first block costs most"
+    with pytest.raises(NoFeasibleSpan, match="no device can train anything"):
+        simulate(asked.changed({"rounds": 1}), out=tmp_path / "short")
 
 
 def test_a_strategy_is_played_under_the_budgets_that_suit_it(tmp_path: Path) -> None:
@@ -105,6 +124,37 @@ def test_a_strategy_is_played_under_the_budgets_that_suit_it(tmp_path: Path) -> 
     everywhere = {f"{b}/{s}/cocofl/seed0" for b in ("paper", "phones-2024") for s in ("iid", "rc")}
     assert found == everywhere | {"paper/iid/fedavg/seed0", "paper/rc/fedavg/seed0"}
     assert left_out == ["fedavg in phones-2024/iid", "fedavg in phones-2024/rc"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "strategies", "why"),
+    [
+        ({"strategy.mu": -1.0}, ["cocofl", "fedprox"], "unknown key strategy.mu; cocofl takes"),
+        ({"strategy.variant": "f"}, ["heterofl"], "strategy.variant is for 'cocofl'.*not compared"),
+        (
+            {"strategy.name": "fedprox", "strategy.mu": -1.0},
+            ["cocofl", "fedprox"],
+            "strategy.mu is -1.0; expected a number at least 0",
+        ),
+        ({"model.name": "nosuch"}, ["cocofl", "heterofl"], "unknown model 'nosuch'"),
+    ],
+)
+def test_what_is_wrong_with_the_experiment_is_no_reason_to_leave_strategies_out(
+    changes: dict[str, Any], strategies: list[str], why: str, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    with pytest.raises(CocoflError, match=why):
+        compare(
+            TINY.changed(changes),
+            strategies=strategies,
+            seeds=[0],
+            out=tmp_path,
+            splits=["iid"],
+            lr_grid=[],
+            resume=False,
+            leave_out=lambda name, _why: said.append(name),
+        )
+    assert not said
 
 
 def test_the_seed_of_trials_is_never_reported(tmp_path: Path) -> None:

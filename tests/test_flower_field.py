@@ -45,7 +45,7 @@ def test_devices_plan_by_their_own_budget(name: str, tmp_path: Path) -> None:
     assert weaker == trains or (not trains and weaker != "0:6")
 
 
-@pytest.mark.parametrize("name", ["small", "apf", "depthfl", "inclusivefl", "helios"])
+@pytest.mark.parametrize("name", ["small", "apf", "depthfl", "inclusivefl", "helios", "distreal"])
 def test_what_cannot_be_deployed_is_refused_before_anything_starts(name: str) -> None:
     with pytest.raises(InvalidExperiment, match=f"strategy '{name}' cannot be deployed"):
         check_experiment(Experiment().with_strategy(name))

@@ -12,7 +12,7 @@ from cocofl.config import Experiment
 from cocofl.data import DataSet
 from cocofl.data.partition import check_rule
 from cocofl.engine.rounds import Watcher, refuse_if_nobody_can_train
-from cocofl.errors import CocoflError, InvalidExperiment
+from cocofl.errors import CocoflError, InvalidExperiment, NoFeasibleSpan
 from cocofl.experiment import (
     Run,
     Setup,
@@ -23,6 +23,7 @@ from cocofl.experiment import (
     places_of,
     simulate_batch,
 )
+from cocofl.experiment.setup import strategy_options
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import lookup
 
@@ -110,6 +111,13 @@ def _check(
         raise InvalidExperiment("no strategy to compare; name some, like cocofl,fedavg")
     for strategy in strategies:
         lookup(strategy, STRATEGIES, "strategy", InvalidExperiment)
+    own = experiment.strategy
+    strategy_options(experiment)
+    if own.options and own.name not in strategies:
+        raise InvalidExperiment(
+            f"strategy.{next(iter(own.options))} is for {own.name!r}, as strategy.name says, which "
+            "is not compared; compare it, too, or leave the option out"
+        )
     for split in splits:
         check_rule(split)
     for rate in lr_grid:
@@ -127,6 +135,7 @@ def _suitable(
     Nothing is trained yet. What is wrong with a strategy everywhere is said once.
     """
     found: dict[Path, dict[str, float]] = {place: {} for place in scenes}
+    unsuitable: dict[str, str] = {}
     for strategy in strategies:
         wrong: dict[Path, str] = {}
         for place, scene in scenes.items():
@@ -134,18 +143,26 @@ def _suitable(
                 job = Setup(_with(scene, strategy), data).job()
                 refuse_if_nobody_can_train(job)
             except CocoflError as error:
-                if leave_out is None:
+                # Whose options are given is wanted: that these are wrong is no reason to go on.
+                is_wanted = scene.strategy.options and strategy == scene.strategy.name
+                is_about_budgets = isinstance(error, NoFeasibleSpan)
+                if leave_out is None and is_about_budgets:
+                    raise NoFeasibleSpan(f"{strategy}: {error}") from error
+                if leave_out is None or (is_wanted and not is_about_budgets):
                     raise
                 wrong[place] = str(error)
                 continue
             arrival, updates = job.strategy.arrival, scene.devices.per_round
             found[place][strategy] = 1.0 if arrival is None else updates / arrival.buffer
-        if leave_out is None:
-            continue
         if len(wrong) == len(scenes) and len({*wrong.values()}) == 1:
             wrong = {Path(): next(iter(wrong.values()))}
         for place, why in wrong.items():
-            leave_out(f"{strategy} in {place}" if place.name else strategy, why)
+            unsuitable[f"{strategy} in {place}" if place.name else strategy] = why
+    if not any(found.values()) and len({*unsuitable.values()}) == 1:
+        raise InvalidExperiment(next(iter(unsuitable.values())))  # nothing is wrong with strategies
+    if leave_out is not None:
+        for strategy, why in unsuitable.items():
+            leave_out(strategy, why)
     if not any(found.values()):
         raise InvalidExperiment("no strategy suits this experiment; what is wrong is said above")
     return {place: some for place, some in found.items() if some}

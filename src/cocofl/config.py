@@ -100,8 +100,9 @@ class Data:
 class DeviceSettings:
     """How many devices there are, how many train per round, and what they have.
 
-    ``groups`` is ``"paper"`` (strong, medium and weak thirds), ``"limited:0.25"`` (10 % strong,
-    90 % limited to that) or a list of tables with name, share, time, memory, upload or trace.
+    ``groups`` is ``"paper"`` (strong, medium and weak thirds), ``"phones-2024"``,
+    ``"limited:0.25"`` (10 % strong, 90 % limited to that time and memory) or a list of tables with
+    name, share, time, memory, upload or trace, and power, energy, available, rounds_per_day.
     """
 
     count: int = 30
@@ -109,7 +110,7 @@ class DeviceSettings:
     per_round: int = 10
     """How many of them are asked in a round."""
     groups: Any = "paper"
-    """``"paper"``, ``"limited:0.25"``, or a list of tables."""
+    """``"paper"``, ``"phones-2024"``, ``"limited:0.25"``, or a list of tables."""
 
     def __post_init__(self) -> None:
         check_number("devices.count", self.count, least=1, most=MOST_DEVICES)

@@ -227,6 +227,8 @@ def test_shipped_codecs_on_both_engines_and_after_an_interruption(
         ("heterofl", "topk", "send slices of tensors"),
         ("fjord", "float16_codec:float16", "send slices of tensors"),
         ("centralized", "int8", "nothing is uploaded"),
+        ("fedbuff", "topk", "'fedbuff' does not wait for them"),
+        ("fedasync", "topk", "'fedasync' does not wait for them"),
     ],
 )
 def test_a_codec_that_a_strategy_cannot_use(strategy: str, name: str, why: str) -> None:

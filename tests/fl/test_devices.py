@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,29 @@ def test_energy_is_time_times_power_and_its_limit_is_obeyed() -> None:
         assert before.plan is not None
         assert 5.0 * one.time * limited.deadline_s <= most / 2 * (1 + 1e-9)
         assert str(before.plan.work) == "0:6" != str(one.plan.work)
+
+
+def test_who_has_all_the_time_has_not_all_the_energy() -> None:
+    """As much is trained as by a device that has the time until the deadline."""
+    most = 5.0 * Setup(energetic()).job().deadline_s
+    planned = []
+    for time in ({"time": 1.0}, {"time": math.inf}):
+        own = energetic(energy=most / 2, **time)
+        planned.append([(str(one.plan.work), one.active) for one in asked_first(Setup(own).job())])
+    assert planned[0] == planned[1]
+    assert all(work != "0:6" for work, _ in planned[0])
+
+
+def test_where_nobody_waits_a_device_rests_to_save_energy() -> None:
+    """With energy for half of the time it takes twice as long, and as much in all."""
+    own = energetic().with_strategy("fedbuff", buffer=2)
+    most = 5.0 * Setup(own).job().deadline_s
+    group = [{"name": "all", "time": 1.0, "power": 5.0, "energy": most / 2}]
+    free, limited = (
+        asked_first(Setup(one).job()) for one in (own, own.changed({"devices.groups": group}))
+    )
+    assert [one.time for one in limited] == pytest.approx([2 * one.time for one in free])
+    assert [one.active for one in limited] == pytest.approx([one.active for one in free])
 
 
 def test_a_run_writes_down_what_it_took(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from cocofl.fl.strategies import (
     facts_of,
     recorded_facts,
 )
+from cocofl.fl.widths import OrderedWork
 from cocofl.freeze import FLOAT32
 from cocofl.profiling import Cost
 
@@ -63,6 +65,26 @@ def test_a_device_trains_the_widths_that_fit(
     assert plans[1] is not None
     assert str(plans[0].work) == heterofl
     assert (str(plans[1].work), plans[1].work.widths) == fjord  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("limit", "widths", "time"),
+    [
+        (math.inf, (0.2, 0.4, 0.6, 0.8, 1.0), 1.4),
+        (1.0, (0.2, 0.4, 0.6), 0.8),
+        (0.5, (0.2, 0.4), 1.0),
+        (0.45, (0.2,), 0.2 / 0.45),
+    ],
+)
+def test_a_teacher_takes_time_in_every_mini_batch(
+    limit: float, widths: tuple[float, ...], time: float
+) -> None:
+    """Of 0.2 and 0.4 the mini-batches take 0.2 + 0.4 and 0.4."""
+    situation = Situation(0, 0, Budget(time=limit), np.random.default_rng(0))
+    plan = STRATEGIES["fjord"](WidthTables(), distillation=0.5).plan(situation)
+    assert plan is not None
+    assert plan.work == OrderedWork(widths, 0.5)
+    assert plan.time == pytest.approx(time)
 
 
 def test_a_transformer_has_no_other_widths_than_its_own() -> None:

@@ -32,6 +32,8 @@ class AskedDevice(NamedTuple):
     fate: str
     time: float
     """How long it takes, in parts of the deadline."""
+    active: float
+    """For how much of that it trains; where its energy is short it may rest in between."""
     begun: int
     """The round whose state it was sent."""
     draw: int
@@ -97,10 +99,13 @@ class UntilTheDeadline(Pace):
         for device, plan in sorted(islice(plans, most), key=lambda pair: pair[0]):
             fate, duration = "infeasible", 0.0
             if plan is not None:
-                time = _time_of(plan, federation, device)
+                # Plans are in parts of what energy lets a device spend.
+                time = plan.time * federation.active_share(device)
                 fate, duration = self._faults.fate(self._seed, round_index, device, time)
             asked.append(
-                AskedDevice(device, plan, fate, duration, round_index, round_index, round_index)
+                AskedDevice(
+                    device, plan, fate, duration, duration, round_index, round_index, round_index
+                )
             )
         # The server waits for the last update that it expects.
         in_vain = any(one.fate in ("late", "lost") for one in asked)
@@ -119,11 +124,6 @@ class UntilTheDeadline(Pace):
 
     def go_on(self, round_index: int, kept: Mapping[str, Tensor], state: ServerState) -> None:
         """Any round can be the next."""
-
-
-def _time_of(plan: Plan, federation: Federation, device: int) -> float:
-    """In parts of the deadline: plans are in parts of what energy lets a device spend."""
-    return plan.time * federation.active_share(device)
 
 
 class _Flight(NamedTuple):
@@ -185,16 +185,17 @@ class AsTheyCome(Pace):
                     break
                 if not self._strategy.only_able:
                     nothing = AskedDevice(
-                        device, None, "infeasible", 0.0, round_index, draw, moment
+                        device, None, "infeasible", 0.0, 0.0, round_index, draw, moment
                     )
                     ended.append(nothing)
             else:
                 return
             self._asked += 1
-            time = _time_of(plan, self._federation, device)
-            fate, duration = self._faults.fate(self._seed, draw, device, time)
+            # Nobody waits: where energy is short the device rests, and takes the longer.
+            fate, duration = self._faults.fate(self._seed, draw, device, plan.time)
             fate = "merged" if fate == "late" else fate  # nothing is, without a deadline
-            asked = AskedDevice(device, plan, fate, duration, round_index, draw, moment)
+            active = duration * self._federation.active_share(device)
+            asked = AskedDevice(device, plan, fate, duration, active, round_index, draw, moment)
             begun.append(asked)
             heappush(self._under_way, _Flight(self._clock + duration, draw, asked))
 

@@ -36,7 +36,8 @@ from cocofl.one_line import one_line
 from cocofl.rng import stream
 from cocofl.runlog import PLAN, DeviceRecord, Record, RoundRecord, RunFolder
 
-# How many devices are asked before a run in which nobody can train is called off.
+# How many devices are asked before a run in which nobody can train is called off: in the first
+# round so many, and in later ones the fewer.
 _ASKED_AT_MOST = 1000
 
 
@@ -247,7 +248,7 @@ class _Ledger:
         federation = self._job.federation
         if federation is None or not any(one.power for one in federation.devices.groups):
             return None
-        spent = (federation.power(one.device) * one.time for one in self._turn.end)
+        spent = (federation.power(one.device) * one.active for one in self._turn.end)
         return round(sum(spent) * self._job.deadline_s, 6)
 
 
@@ -415,9 +416,12 @@ def refuse_if_nobody_can_train(job: Job) -> None:
     federation = job.federation
     if federation is None:
         return
-    for device in islice(federation.in_random_order(0), _ASKED_AT_MOST):
-        if job.strategy.plan(federation.situation(device, 0)) is not None:
-            return
+    for index in range(job.rounds):  # what is trained may go by the round
+        for device in islice(
+            federation.in_random_order(index), max(1, _ASKED_AT_MOST // (index + 1))
+        ):
+            if job.strategy.plan(federation.situation(device, index)) is not None:
+                return
     first = next(federation.in_random_order(0), None)
     if first is None:  # nobody can be asked yet: what they have is not known
         return

@@ -82,13 +82,38 @@ def load_data(experiment: Experiment) -> DataSet:
     )
 
 
+def strategy_options(experiment: Experiment) -> tuple[dict[str, Any], LowRank | None]:
+    """What the strategy of an experiment is told, and the adapters that this asks for."""
+    settings, make = experiment.strategy, _strategy_made_by(experiment)
+    known = {
+        name: parameter.default
+        for name, parameter in inspect.signature(make).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    check_can_learn(settings.options, known, settings.name)
+    options = dict[str, Any]()
+    for key, value in settings.options.items():
+        if key not in known:
+            raise InvalidExperiment(
+                f"unknown key strategy.{key}{nearest(key, known)}; {settings.name} takes "
+                f"{', '.join(known) or 'no options'}"
+            )
+        plain = isinstance(known[key], bool | int | float | str)
+        options[key] = typed(type(known[key]) if plain else Any, value, f"strategy.{key}")
+    return options, low_rank_of(options, known)
+
+
+def _strategy_made_by(experiment: Experiment) -> Callable[..., Strategy]:
+    return lookup(experiment.strategy.name, STRATEGIES, "strategy", InvalidExperiment)
+
+
 class Setup:
     """An experiment with everything that its names stand for."""
 
     def __init__(self, experiment: Experiment, dataset: DataSet | None = None) -> None:
         self.experiment = experiment
         self.data: DataSet = dataset or load_data(experiment)
-        options, low_rank = self._strategy_options()
+        options, low_rank = strategy_options(experiment)
         self.subject = Subject(
             experiment.model.name,
             experiment.training.batch,
@@ -117,7 +142,8 @@ class Setup:
         )
         self.facts = facts_of(experiment.strategy.name)
         codec, strategy = self.trainer.codec, experiment.strategy.name
-        check_use(codec, experiment.upload.codec, strategy, self.facts.uploads)
+        facts, name = self.facts, experiment.upload.codec
+        check_use(codec, name, strategy, facts.uploads, waits=facts.waits)
         self.strategy = self._strategy(options)
         if self.strategy.width != 1.0:
             self.subject = self.subject.narrowed(self.strategy.width)
@@ -283,32 +309,9 @@ class Setup:
             **({"privacy": asdict(privacy)} if privacy.is_on else {}),
         }
 
-    def _make_strategy(self) -> Callable[..., Strategy]:
-        name = self.experiment.strategy.name
-        return lookup(name, STRATEGIES, "strategy", InvalidExperiment)
-
-    def _strategy_options(self) -> tuple[dict[str, Any], LowRank | None]:
-        """What the strategy is told, and the adapters that this asks for."""
-        settings, make = self.experiment.strategy, self._make_strategy()
-        known = {
-            name: parameter.default
-            for name, parameter in inspect.signature(make).parameters.items()
-            if parameter.kind is parameter.KEYWORD_ONLY
-        }
-        check_can_learn(settings.options, known, settings.name)
-        options = dict[str, Any]()
-        for key, value in settings.options.items():
-            if key not in known:
-                raise InvalidExperiment(
-                    f"unknown key strategy.{key}{nearest(key, known)}; {settings.name} takes "
-                    f"{', '.join(known) or 'no options'}"
-                )
-            plain = isinstance(known[key], bool | int | float | str)
-            options[key] = typed(type(known[key]) if plain else Any, value, f"strategy.{key}")
-        return options, low_rank_of(options, known)
-
     def _strategy(self, options: Mapping[str, Any]) -> Strategy:
-        made, name = self._make_strategy()(self.tables, **options), self.experiment.strategy.name
+        name = self.experiment.strategy.name
+        made = _strategy_made_by(self.experiment)(self.tables, **options)
         if made.arrival is not None and self.facts.waits:
             raise InvalidExperiment(
                 f"the server of {name} does not wait for devices, as its `arrival` says; "

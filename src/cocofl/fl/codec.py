@@ -203,7 +203,7 @@ def codec(name: str) -> Codec:
     return made_by_name(name, CODECS, "codec", Codec)  # type: ignore[type-abstract]
 
 
-def check_use(by: Codec, name: str, strategy: str, uploads: str) -> None:
+def check_use(by: Codec, name: str, strategy: str, uploads: str, *, waits: bool) -> None:
     """Refuse a codec for a strategy whose devices cannot send by it."""
     if by.is_exact:
         return
@@ -217,6 +217,12 @@ def check_use(by: Codec, name: str, strategy: str, uploads: str) -> None:
             f"upload.codec is {name!r}, which keeps what it could not say for the same tensors in "
             f"a later round, but devices of {strategy!r} send {uploads} of tensors, and others "
             "every time; expected identity, float16, int8, or another strategy"
+        )
+    if by.keeps_error and not waits:
+        raise InvalidExperiment(
+            f"upload.codec is {name!r}, which lets devices remember what they could not say, but "
+            f"the server of {strategy!r} does not wait for them, and keeps no memory of devices; "
+            "expected identity, float16, int8, or another strategy"
         )
 
 

@@ -7,6 +7,7 @@ A device with more data than the mean takes more steps and must find a cheaper c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -140,6 +141,9 @@ class Federation:
     def _for_steps(self, device: int, budget: Budget, steps: int) -> Budget:
         """A budget with its time as a fraction of so many steps, while the device is active."""
         active, load = self.active_share(device), steps / self.mean_steps
+        if active < 1 and budget.time == budget.time_s == math.inf:
+            # Time without end is no energy: that lasts for so much at a strong device's pace.
+            budget = replace(budget, time=1.0)
         return replace(budget, time=budget.time * active / load, time_s=budget.time_s * active)
 
     def least_budgets(self, rounds: int) -> Iterator[Budget]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from cocofl import Budget, Experiment, data
 from cocofl.errors import InvalidModel, InvalidSetting
 from cocofl.experiment import Setup
+from cocofl.fl.codec import Upload
 from cocofl.fl.state import ServerState
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.fl.strategies.slt import GrowingWork, quiet
@@ -100,6 +104,97 @@ def test_steps_are_those_of_a_network_with_a_narrow_head(trainer: Trainer, first
     model.load_state_dict({k: t for k, t in fresh.items() if k.startswith(frozen)}, strict=False)
     inputs = torch.rand(5, 1, 8, 8)
     torch.testing.assert_close(whole(inputs), model(inputs), atol=1e-5, rtol=1e-4)
+
+
+class Shortcut(nn.Module):
+    """Of a narrow network, that hands on the leading channels."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)) + x[:, : len(self.conv.weight)])
+
+
+class WholeShortcut(Shortcut):
+    """Of one with as many channels everywhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)) + x)
+
+
+def with_shortcuts(
+    sizes: list[int], num_classes: int, make: type[Shortcut] = Shortcut
+) -> nn.Sequential:
+    """A stem, blocks with a shortcut, and a classifier."""
+    a, *_ = sizes
+    stem = nn.Sequential(nn.Conv2d(1, a, 3, padding=1), nn.BatchNorm2d(a), nn.ReLU())
+    blocks = [make(a, b) for a, b in pairwise(sizes)]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(sizes[-1], num_classes))
+    return nn.Sequential(stem, *blocks, head)
+
+
+def residual(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
+    return with_shortcuts([round(HIDDEN * width)] * 4, num_classes, WholeShortcut), EXAMPLE
+
+
+EXAMPLE = torch.linspace(0, 1, 4 * 64).reshape(4, 1, 8, 8)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_a_shortcut_hands_on_is_no_part_of_a_narrow_head(
+    digits: data.DataSet, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Channels of the last full block come by it to all blocks behind, which read none of them."""
+    monkeypatch.setitem(MODELS, "residual", residual)
+    training = Training(batch=16, weight_decay=0.01, momentum=0.5)
+    subject = Subject("residual", 16, 10)
+    trainer = Trainer(TrainerSpec(subject, training, digits.train, digits.test, "reference"))
+    chain = trainer.chain()
+    assert len(chain) == 5
+    fresh = quiet(trainer, chain_state(chain), [WIDTH])
+    state = trainer.server_state(fresh)
+    one = task(GrowingWork(first, 5, WIDTH), samples=40)
+    found = STRATEGIES["slt"](PlainTables()).merge(state, [trainer.train(one, state)]).tensors
+
+    narrow = round(HIDDEN * WIDTH)
+    model = with_shortcuts([HIDDEN if block <= first else narrow for block in range(4)], 10)
+    inside = {key: tuple(slice(n) for n in t.shape) for key, t in model.state_dict().items()}
+    model.load_state_dict({key: t[inside[key]] for key, t in fresh.items()}, strict=False)
+    for block in model.train()[:first]:
+        block.requires_grad_(False)
+    learns = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(learns, lr=one.lr, weight_decay=0.01, momentum=0.5)
+    for inputs, labels in trainer.load(one):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    for key, learned in model.named_parameters():
+        torch.testing.assert_close(found[key][inside[key]], learned.data, atol=1e-5, rtol=1e-4)
+        outside = torch.ones_like(found[key], dtype=torch.bool)
+        outside[inside[key]] = False
+        assert torch.equal(found[key][outside], fresh[key][outside]), f"{key}: others wait"
+
+
+def test_a_codec_sees_no_change_where_a_channel_is_absent(trainer: Trainer) -> None:
+    """Or what it loses of a norm, which has one scale, would go by what waits there."""
+    state = trainer.server_state(quiet(trainer, chain_state(trainer.chain()), [WIDTH]))
+    one = task(GrowingWork(0, 4, WIDTH), samples=40)
+    plain = trainer.train(one, state)
+    upload = Upload(codec="int8")
+    coded = Trainer(replace(trainer.spec, upload=upload)).train(one, state)
+    moved = 0
+    for key, rows in plain.rows.items():
+        start, sent = state.tensors[key], plain.tensors[key]
+        rest = torch.ones(len(sent), dtype=torch.bool)
+        rest[torch.from_numpy(rows)] = False
+        assert torch.equal(sent[rest], start[rest]), key
+        if not key.endswith(("running_mean", "running_var", "tracked")):
+            step = (sent - start).abs().max() / 127
+            assert float((coded.tensors[key] - sent).abs().max()) <= step * 1.01, key
+            moved += bool(step > 0)
+    assert moved > 3
 
 
 def test_blocks_grow_until_the_rest_fits_the_weakest_device() -> None:

@@ -20,7 +20,7 @@ from cocofl.fl.select import feasible_widths
 from cocofl.fl.stacked import NotStacked, StackedNetworks, StackedWork
 from cocofl.fl.state import Contribution, ServerState, Tensors
 from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
-from cocofl.fl.strategies.facts import WIDTHS, StrategyFacts, declares
+from cocofl.fl.strategies.facts import SLICES, WIDTHS, StrategyFacts, declares
 from cocofl.fl.strategies.widths import TEXT_WIDTHS
 from cocofl.fl.trainer import Task, Trainer, parameter_keys
 from cocofl.fl.widths import narrow_scores, own_statistics
@@ -82,6 +82,7 @@ class DroppingWork:
         label="DISTREAL",
         citation="Rapp et al., AAAI 2022",
         tables=WIDTHS,
+        uploads=SLICES,  # of a block without its norm statistics
         colour="#7570B3",
         order=43,
     )

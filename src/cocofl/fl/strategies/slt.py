@@ -60,17 +60,25 @@ class GrowingWork:
         net = freeze(chain, self.blocks, variant=VARIANT, state=start, state_is_checked=True)
         net.train()
         named = {k: p for b in net.trained for k, p in b.named_parameters() if p.requires_grad}
-        absent = {key: _others(named[key], kept) for key, kept in rows.items() if key in named}
+        absent = {key: _others(len(named[key]), at) for key, at in rows.items() if key in named}
+        unread = {key: rest for key, rest in self._unread(trainer).items() if key in named}
 
         def silence() -> None:  # what is 0 and gets no gradient stays 0
             for key, rest in absent.items():
                 if (gradient := named[key].grad) is not None:
                     gradient[rest] = 0.0
+            for key, rest in unread.items():
+                if (gradient := named[key].grad) is not None:
+                    gradient[:, rest] = 0.0
 
         losses = (trainer.loss(net(inputs), labels) for inputs, labels in trainer.load(task))
         loss = trainer.training.descend(named.values(), losses, task.lr, silence)
         sent = net.update().tensors
         counted = {key: kept.numpy() for key, kept in rows.items() if key in sent}
+        for key in counted:  # a codec is not to see what is absent as a change
+            whole = state.tensors[key].clone()
+            whole[rows[key]] = sent[key][rows[key]]
+            sent[key] = whole
         size = self._sent_bytes(trainer, sent)
         return Contribution(sent, len(task.indices), loss, rows=counted, sent_bytes=size)
 
@@ -80,6 +88,20 @@ class GrowingWork:
         head = trainer.chain().blocks[self.first + 1 : self.stop]
         keys = (key for block in head for key in block.state_dict())
         return {key: indices(place[0]) for key in keys if (place := places.get(key, ()))}
+
+    def _unread(self, trainer: Trainer) -> dict[str, Tensor]:
+        """By key of the head, but for its first block, the channels that it does not read.
+
+        They are not always silent: a shortcut hands on all channels of the last whole block.
+        """
+        places = {} if self.width == 1.0 else trainer.places(self.width)
+        blocks = (
+            block.state_dict() for block in trainer.chain().blocks[self.first + 2 : self.stop]
+        )
+        tensors = {key: t for block in blocks for key, t in block.items() if t.ndim > 1}
+        return {
+            k: _others(t.shape[1], indices(places[k][1])) for k, t in tensors.items() if k in places
+        }
 
     def _sent_bytes(self, trainer: Trainer, sent: Mapping[str, Tensor]) -> int:
         """Of the head the narrow network's tensors; its first block may read all channels."""
@@ -102,9 +124,9 @@ def indices(axis: slice | Tensor) -> Tensor:
     return torch.arange(axis.start, axis.stop) if isinstance(axis, slice) else axis.flatten()
 
 
-def _others(tensor: Tensor, kept: Tensor) -> Tensor:
-    """The rows that are not kept."""
-    rest = torch.ones(len(tensor), dtype=torch.bool)
+def _others(count: int, kept: Tensor) -> Tensor:
+    """Of so many channels, whether each is none of those that are kept."""
+    rest = torch.ones(count, dtype=torch.bool)
     rest[kept] = False
     return rest
 
@@ -130,8 +152,7 @@ def quiet(trainer: Trainer, tensors: Mapping[str, Tensor], widths: Iterable[floa
 
 
 def _without_foreign_inputs(tensor: Tensor, place: Place) -> Tensor:
-    read = torch.zeros(tensor.shape[1], dtype=torch.bool)
-    read[indices(place[1])] = True
+    read = ~_others(tensor.shape[1], indices(place[1]))
     rows = indices(place[0])
     result = tensor.clone()
     result[rows] = tensor[rows] * read.reshape(1, -1, *[1] * (tensor.ndim - 2)).to(tensor.dtype)

@@ -6,8 +6,14 @@ from cocofl.checks import check_number
 from cocofl.errors import InvalidSetting
 from cocofl.fl.federation import Situation
 from cocofl.fl.merge import Mean
-from cocofl.fl.select import feasible_widths
-from cocofl.fl.strategies.base import Plan, Strategy, Tables, time_share
+from cocofl.fl.select import SLACK, feasible_widths
+from cocofl.fl.strategies.base import (
+    Plan,
+    Strategy,
+    Tables,
+    share_of_deadline,
+    time_share,
+)
 from cocofl.fl.strategies.facts import SLICES, WIDTHS, StrategyFacts, declares
 from cocofl.fl.widths import OrderedWork, WidthWork
 
@@ -62,9 +68,10 @@ def heterofl(tables: Tables, *, scaler: bool = False, masked: bool = False) -> S
 def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
     """Ordered dropout: a width drawn for every mini-batch, of five those that fit.
 
-    ``distillation`` is the teacher's share of the loss. A device that even the lowest does not fit
-    trains at the widest of the table that does. A Transformer, whose widths have to suit its
-    heads, has no others.
+    ``distillation`` is the teacher's share of the loss. The teacher, the widest, takes its step in
+    every mini-batch, too: a device has as many levels as it has time for. One that even the lowest
+    does not fit trains at the widest of the table that does. A Transformer, whose widths have to
+    suit its heads, has no others.
     """
     check_number("strategy.distillation", distillation, least=0, most=1)
     if distillation:
@@ -80,7 +87,15 @@ def fjord(tables: Tables, *, distillation: float = 0.0) -> Strategy:
         if not widths:
             return None
         # A device must be able to train at its widest; on average it is faster.
-        return Plan(OrderedWork(widths, distillation), time_share(table, widths, situation.budget))
+        limit = table.limits(situation.budget)[0]
+        while (time := mean_time(widths)) > limit * (1 + SLACK) and len(widths) > 1:
+            widths = widths[:-1]
+        return Plan(OrderedWork(widths, distillation), share_of_deadline(time, limit))
+
+    def mean_time(widths: tuple[float, ...]) -> float:
+        times = [table.row(width)[0] for width in widths]
+        taught = len(times) - 1 if distillation else 0
+        return (sum(times) + taught * times[-1]) / len(times)
 
     return Strategy(plan, Mean("senders"))
 
