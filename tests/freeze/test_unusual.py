@@ -641,3 +641,28 @@ def test_masks_of_floats_are_no_broken_numbers(lowest: float, measured: bool) ->
         assert (y - expected).abs().max() < 0.1 * expected.abs().max()
         assert all(p.grad.isfinite().all() for p in net.trained.parameters())
         assert net(torch.full_like(x, torch.nan)).isnan().all()
+
+
+class Routed(nn.Module):
+    """Counts, as float and then as whole numbers, which row each sample goes to, as experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scales = nn.Linear(8, 8), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        chosen = y[:, :4].argmax(-1)
+        ends = torch.histc(chosen.float(), bins=4, min=0, max=3).cumsum(0, dtype=torch.int32)
+        return y * self.scales[chosen].unsqueeze(1) + 0 * ends.sum()
+
+
+def test_what_has_no_gradient_gives_none_to_what_is_made_of_it() -> None:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8), Routed(), Routed(), nn.Linear(8, 2)),
+        torch.randn(4, 8),
+    )
+    net = freeze(split(model, x), Span(0, 1), backend="reference")
+    net(x).square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in net.trained.parameters())
