@@ -340,6 +340,8 @@ def test_paths_and_names():
         ([1, 2], {}, r"a sample is a int; expected \(input, label\)"),
         ((np.diag([0, 0, 0, np.inf, 0]), [0] * 5), {}, r"sample 3 has .* no finite .* feature\) 3"),
         (([[1.0], [1.0, 2.0]], [0, 1]), {}, "samples have different shapes; cut or pad them"),
+        ((np.zeros((4, 2)), [0, 1] * 2, ["a", "b", "a", None]), {}, "a sample has no owner"),
+        ((np.zeros((4, 2)), [0, 1] * 2, [1.0, 2.0, 1.0, np.nan]), {}, "a sample has no owner"),
         ([(1.0, 0), (1.0, 0, 0)], {}, "sample 1 is a tuple of 3, sample 0 is a tuple of 2"),
         ([{"x": 1.0, "y": 0}, {"x": 1.0}], {}, "sample 1 is a dict of x, sample 0 is a dict of x"),
         (datasets.Dataset.from_dict({"a": [[1.0], [1.0, 2.0]], "label": [0, 1]}), {},

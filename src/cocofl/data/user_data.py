@@ -86,6 +86,8 @@ def new_parts(data: UserData, name: str) -> tuple[NewParts, str]:
         owners, owner_names = None, tuple[str, ...]()
         if (known := given[part].owners) is not None:
             names = [str(owner) for owner in known]
+            if not {"None", "nan"}.isdisjoint(names):
+                raise InvalidData(f"{name}, {part}: a sample has no owner; give each one")
             check_names(names, f"{name}, {part}, owners")
             owners, owner_names = number_owners(names)
         facts = Facts(
