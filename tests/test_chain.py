@@ -932,3 +932,19 @@ def test_models_of_pytorchcv(module: str, name: str, size: int, blocks: int) -> 
     torch.manual_seed(0)
     chain = assert_same(make(), torch.rand(2, 3, size, size))
     assert len(chain) == blocks
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_is_no_ordinary_model_is_refused_with_the_way_out() -> None:
+    plain, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(2, 4)
+    lazy = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+    for model, complaint in (
+        (torch.jit.script(plain), "the model is TorchScript, .* the nn.Module that it was made"),
+        (nn.Sequential(torch.jit.script(plain), nn.ReLU()), "the module '0' is TorchScript"),
+        (torch.compile(plain, backend="eager"), r"the model is compiled .*model\._orig_mod"),
+        (lazy, r"the module '1', a LazyLinear, has no sizes .* call model\(example\) once"),
+    ):
+        with pytest.raises(CannotSplit, match=complaint):
+            split(model, x)
+    lazy(x)
+    assert len(split(lazy, x)) == 2

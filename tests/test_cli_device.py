@@ -23,7 +23,8 @@ OPEN = ("--superlink", "fl.example.org:8000", "--insecure", "--write-only")
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """In a folder with a table and an authority; the exit code, and what was said."""
     monkeypatch.chdir(tmp_path)
-    Path("ca.crt").touch()
+    Path("ca.crt").write_text("-----BEGIN CERTIFICATE-----\n")
+    Path("data").mkdir()
 
     def run(*words: str) -> tuple[object, str]:
         with pytest.raises(SystemExit) as stopped:
@@ -87,6 +88,12 @@ def test_paths_of_a_node_file_are_relative_to_it(tmp_path: Path) -> None:
         (["device", *OPEN, "--table", "table.json", "--model", "resnet18"], "is a table of cnn"),
         (["device", *SECURE[:2], "--root-certificates", "x.crt"], "x.crt; copy ca.crt from"),
         (["device", "--insecure", "--superlink", "fl"], "expected the server's address, HOST:PORT"),
+        (["device", "--insecure", "--superlink", "http://fl:80"], "is 'http://fl:80'; expected"),
+        (["device", "--insecure", "--superlink", "fl:99999"], "is 'fl:99999'; expected"),
+        (["device", *SECURE[:2], "--root-certificates", "table.json"], "holds no certificate"),
+        (["device", *OPEN, "--data-dir", "dta"], "there is no folder dta; --data-dir is where"),
+        (["device", *OPEN, "--time", "60"], "takes; give a unit (60s), a"),
+        (["device", *OPEN, "--model", "cnn", "--memory", "2MX"], "cannot read memory = '2MX'"),
         (["device", "ca.crt", *OPEN], "choose another folder"),
         (["node", "--file", "table.json", "--insecure"], "give --file alone"),
         (["node", "--file", "none.toml"], "cannot read the node file none.toml"),
@@ -98,6 +105,12 @@ def test_what_cannot_be_is_said_before_anything_starts(call, words, said) -> Non
     assert code == 2
     assert said in shown
     assert not Path("device/node.toml").exists()
+
+
+def test_what_is_mistyped_is_said_before_minutes_of_measuring(call) -> None:
+    for words in (["--memory", "2MX"], ["--root-certificates", "ca.crt"]):
+        code, shown = call("flower", "device", *OPEN, "--model", "cnn", *words)
+        assert (code, shown.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_only_configurations_and_safetensors_are_read(tmp_path: Path) -> None:
     code = {"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}}
     (place / "config.json").write_text(json.dumps(code))
     (place / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(InvalidModel, match="a model that brings code of its own"):
+    with pytest.raises(InvalidModel, match="it brings code of its own, which is never run"):
         hugging_face(f"hf:{place}", task="causal-lm", init="random")
     assert not (tmp_path / "ran").exists()
 
@@ -181,6 +181,25 @@ def test_wrong_names_and_tasks_say_what_to_do(tmp_path: Path) -> None:
         hugging_face(f"hf:{place}", task="causal-lm", vocab_size=60)
     with pytest.raises(InvalidExperiment, match=r"resnet18 has no weights of its own"):
         Setup(Experiment().changed({"model": {"name": "resnet18", "init": "pretrained"}}))
+
+
+def test_what_a_model_cannot_do_is_said_with_the_way_out(tmp_path: Path) -> None:
+    bert, gpt2 = folder(tmp_path, "bert"), folder(tmp_path, "gpt2")
+    # What it is to tell it would see.
+    for init in ("pretrained", "random"):
+        with pytest.raises(InvalidModel, match=r"no language model for causal-lm: .* that follow"):
+            hugging_face(f"hf:{bert}", task="causal-lm", init=init, shape=[7])
+    config = json.loads((bert / "config.json").read_text())
+    (bert / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
+    assert hugging_face(f"hf:{bert}", task="causal-lm", shape=[7])._input_name == "input_ids"
+    with pytest.raises(
+        InvalidModel, match=r"have 21 tokens, .* 20 positions; say a smaller length"
+    ):
+        hugging_face(f"hf:{gpt2}", task="causal-lm", shape=[21])
+    with pytest.raises(InvalidModel, match=r"no network of its kind for this task"):
+        hugging_face(f"hf:{gpt2}", task="image-classification")
+    with pytest.raises(InvalidModel, match="the model hf: is neither a folder here nor a name"):
+        hugging_face("hf:")
 
 
 def test_a_folder_is_relative_to_the_experiment(tmp_path: Path) -> None:

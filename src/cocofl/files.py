@@ -90,7 +90,8 @@ def parsed_toml(content: bytes | str) -> dict[str, Any]:
 
 def read_csv(path: Path, most_bytes: int = MOST_BYTES) -> Iterator[dict[str, str]]:
     """The rows of a CSV file by column, one at a time; a cell that a row lacks is empty."""
-    text = read_limited(path, most_bytes).decode()
+    # Spreadsheets begin a file with a mark, which would be part of the first column's name.
+    text = read_limited(path, most_bytes).decode("utf-8-sig")
     reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", restval="")
     try:
         columns = reader.fieldnames or []

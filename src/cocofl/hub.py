@@ -38,7 +38,7 @@ def split_name(name: str) -> tuple[str, str]:
 def folder_of(name: str, what: str, error: type[CocoflError]) -> Path | None:
     """The local folder that a name means; None for a name on the Hub."""
     place, _ = split_name(name)
-    if Path(place).is_dir():
+    if place and Path(place).is_dir():
         return Path(place)
     if _NAME.fullmatch(place):
         return None

@@ -7,6 +7,7 @@ import zipfile
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import tokenizers
 import torch
@@ -206,6 +207,35 @@ def test_what_one_column_is_left_is_the_input():
     assert shape(["text"] * 10) == (5,)
 
 
+def test_a_table_of_pandas_and_numbers_that_numpy_does_not_know():
+    frame = pandas.DataFrame(SERIES[:, 0], columns=list("abcd")).assign(label=["x", "y"] * 5)
+    found = load(frame)
+    assert (found.train.inputs.shape, found.facts.class_names) == ((8, 4), ("x", "y"))
+    bfloat16 = torch.from_numpy(SERIES).bfloat16()
+    assert load((bfloat16, TWO)).train.inputs.dtype == np.float32
+    assert load(TensorDataset(bfloat16, torch.tensor(TWO))).train.inputs.shape == (8, 3, 4)
+
+
+def test_validation_is_tested_with_where_there_is_no_test():
+    one, other = (SERIES, TWO), (SERIES[:4], TWO[:4])
+    found = load({"train": one, "validation": other})
+    assert (len(found.train), len(found.test)) == (10, 4)
+    found = load({"train": one, "validation": other, "test": (SERIES[:3], [0, 1, 0])})
+    assert len(found.test) == 3
+
+
+def test_folders_of_images_that_hold_none(root, caplog):
+    for row, image in enumerate(pixels(10, 6, 8, 3)):
+        place = root / "photos" / ("cat", "dog", ".ipynb_checkpoints")[row % 3]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{row}.png").write_bytes(png(image))
+    (root / "photos/cat/._0.png").write_bytes(b"macOS writes such")
+    (root / "photos/bird").mkdir()
+    found = data.load(f"{root}/photos")
+    assert found.facts.class_names == ("cat", "dog")
+    assert caplog.messages == [f"{root}/photos/bird has no images: there is no class of that name"]
+
+
 def test_a_folder_of_images(root):
     for row, image in enumerate(pixels(10, 6, 8, 3)):
         place = root / "photos" / ("cat", "dog")[row % 2]
@@ -308,6 +338,14 @@ def test_paths_and_names():
         ((np.zeros((2, 2)), ["a", "b" * 2000]), {}, "a name has 2000 characters"),
         ((np.zeros((2, 2)), [0, 1], ["a", "b" * 2000]), {}, "a name has 2000 characters"),
         ([1, 2], {}, r"a sample is a int; expected \(input, label\)"),
+        ((np.diag([0, 0, 0, np.inf, 0]), [0] * 5), {}, r"sample 3 has .* no finite .* feature\) 3"),
+        (([[1.0], [1.0, 2.0]], [0, 1]), {}, "samples have different shapes; cut or pad them"),
+        ((np.zeros((4, 2)), [0, 1] * 2, ["a", "b", "a", None]), {}, "a sample has no owner"),
+        ((np.zeros((4, 2)), [0, 1] * 2, [1.0, 2.0, 1.0, np.nan]), {}, "a sample has no owner"),
+        ([(1.0, 0), (1.0, 0, 0)], {}, "sample 1 is a tuple of 3, sample 0 is a tuple of 2"),
+        ([{"x": 1.0, "y": 0}, {"x": 1.0}], {}, "sample 1 is a dict of x, sample 0 is a dict of x"),
+        (datasets.Dataset.from_dict({"a": [[1.0], [1.0, 2.0]], "label": [0, 1]}), {},
+         "column a is an input, but has rows of different lengths; cut or pad them"),
     ],
 )  # fmt: skip
 def test_data_that_cannot_be(source, options, complaint):
@@ -324,6 +362,44 @@ def test_options_that_nobody_knows(root):
     path.write_text("a,label\n1,x\n,y\n")
     with pytest.raises(InvalidData, match="line 3 has nothing in column a"):
         data.load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ("a,label\n1,x\nnan,y\n", "line 3 has nan in column a; fill in or leave out"),
+        ("a,label\n1,0.5\n2,inf\n", "line 3 has inf in column label"),
+        (
+            "a,b,label\n1,2,x\nNA,4,y\n",
+            "column a is an input, but sample 1 has 'NA', which is no number",
+        ),
+    ],
+)
+def test_a_missing_number_in_a_table_is_named(root, table, complaint):
+    (root / "readings.csv").write_text(table)
+    with pytest.raises(InvalidData, match=complaint):
+        data.load(str(root / "readings.csv"))
+
+
+def test_a_table_of_a_spreadsheet_may_begin_with_a_mark(root):
+    path = write_csv(root / "readings.csv")
+    path.write_text("\ufeff" + path.read_text())
+    options = {"inputs": ["a", "b"], "labels": "state"}
+    assert data.load(str(path), options=options).train.inputs.shape[1:] == (2,)
+
+
+def test_a_sample_that_cannot_be_read_is_named():
+    class Broken:
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, row):
+            if row == 4:
+                raise OSError("disk gone")
+            return [1.0, 2.0], 0
+
+    with pytest.raises(InvalidData, match="sample 4 cannot be read: OSError: disk gone"):
+        load(Broken())
 
 
 def npy(array_header: bytes) -> bytes:

@@ -596,3 +596,73 @@ def test_a_convolution_at_the_end_is_quantized():
     chain = split(nn.Sequential(stem(), conv(8, 8), conv(8, 4)), IMAGE)
     rows = freeze(chain, Span(0, 1), backend="reference").describe()
     assert [row.kernel for row in rows if row.role == "passing"] == ["reference"] * 2
+
+
+class Masked(nn.Module):
+    """Attention to what came before, by scores that a mask of floats is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.query(x) @ x.transpose(1, 2) + mask
+        return x + self.value(scores.softmax(-1) @ x)
+
+
+class Masking(nn.Module):
+    def __init__(self, lowest: float) -> None:
+        super().__init__()
+        self.first, self.head, self.lowest = nn.Linear(8, 8), nn.Linear(8, 2), lowest
+        self.layers = nn.ModuleList(Masked() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((x.shape[1], x.shape[1]), self.lowest).triu(1)
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("lowest", [float("-inf"), torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("measured", [False, True])
+def test_masks_of_floats_are_no_broken_numbers(lowest: float, measured: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Masking(lowest), torch.randn(4, 6, 8)
+    chain = split(model, x)
+    assert len(chain) == 5
+    assert len(chain.wiring[2].inputs) == 2
+    expected = model(x)
+    for start in range(5):
+        net = freeze(chain, Span(start, start + 1), backend="reference")
+        for _ in range(1 + measured):
+            y = net(x)
+            y.square().sum().backward()
+        assert (y - expected).abs().max() < 0.1 * expected.abs().max()
+        assert all(p.grad.isfinite().all() for p in net.trained.parameters())
+        assert net(torch.full_like(x, torch.nan)).isnan().all()
+
+
+class Routed(nn.Module):
+    """Counts, as float and then as whole numbers, which row each sample goes to, as experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scales = nn.Linear(8, 8), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        chosen = y[:, :4].argmax(-1)
+        ends = torch.histc(chosen.float(), bins=4, min=0, max=3).cumsum(0, dtype=torch.int32)
+        return y * self.scales[chosen].unsqueeze(1) + 0 * ends.sum()
+
+
+def test_what_has_no_gradient_gives_none_to_what_is_made_of_it() -> None:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8), Routed(), Routed(), nn.Linear(8, 2)),
+        torch.randn(4, 8),
+    )
+    net = freeze(split(model, x), Span(0, 1), backend="reference")
+    net(x).square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in net.trained.parameters())

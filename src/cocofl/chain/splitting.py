@@ -48,6 +48,7 @@ def split(
         raise CannotSplit(f"the model is a {type(model).__name__}; expected an nn.Module")
     if fine and cuts is not None:
         raise CannotSplit("fine cuts everywhere and cuts says where to cut: give one of them")
+    _check_is_ordinary(model)
     inputs = example_inputs(example)
     names = list(example) if isinstance(example, Mapping) else len(inputs)
     with torch.random.fork_rng(devices=[]):
@@ -58,6 +59,27 @@ def split(
         places = fine_cuts(layout) if fine else default_cuts(layout)
     layout = replace(layout, trace=handed_on(layout.trace, places))
     return _build(model, layout, places, inputs)
+
+
+def _check_is_ordinary(model: nn.Module) -> None:
+    """Refuse what PyTorch made of a model, and a model that is not made yet."""
+    for path, module in model.named_modules():
+        what = f"the module {path!r}" if path else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CannotSplit(
+                f"{what} is TorchScript, which has no layers to freeze; give the nn.Module that it "
+                "was made of"
+            )
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            raise CannotSplit(
+                f"{what} is compiled (torch.compile); give the model it was made of, as in "
+                "split(model._orig_mod, example)"
+            )
+        if any(nn.parameter.is_lazy(own) for own in module._parameters.values()):
+            raise CannotSplit(
+                f"{what}, a {type(module).__name__}, has no sizes before it has seen an input; "
+                "call model(example) once before split"
+            )
 
 
 def graph_block(module: nn.Module, n_inputs: int) -> GraphBlock:

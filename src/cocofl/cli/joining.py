@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from cocofl.budget import bytes_text
+from cocofl.budget import Budget, bytes_text
 from cocofl.cli.deploying import Insecure, RootCertificates, join
 from cocofl.cli.machine import kernels, processor
 from cocofl.cli.printing import check_writable
@@ -26,6 +26,8 @@ from cocofl.profiling.subject import Settings
 
 CLIENT_BYTES = 0.45e9
 """What a client's processes take before they train, at most (docs/notebook/reach.md)."""
+MOST_FRACTION = 2.0
+"""Of full training; who gives more has left out the unit."""
 NODE_FILE, TABLE, KEY = "node.toml", "table.json", "key"
 
 
@@ -66,6 +68,10 @@ def device(
     vouch_for(model or "")
     folder = folder.absolute()
     check_writable(folder / NODE_FILE, "folder")
+    # What is mistyped is said before minutes of measuring.
+    certificates = "" if root_certificates is None else str(root_certificates.absolute())
+    needs_flower("node_file").NodeFile(superlink, certificates, insecure=insecure)
+    check_given(certificates, data_dir, {"time": time, "memory": memory, "upload": upload})
     tell_of_machine()
     cores = os.cpu_count() or 1 if threads is None else threads
     subject = None if model is None else Settings(model, batch, classes, threads=cores)
@@ -74,9 +80,6 @@ def device(
     if measured is not None:
         config["profile"] = str(measured.absolute())
     tell_what_fits(config, samples)
-    certificates = "" if root_certificates is None else str(root_certificates.absolute())
-    if certificates and not Path(certificates).is_file():
-        raise InvalidSetting(f"there is no file {certificates}; copy ca.crt from the server")
     key = "" if insecure else str(key_in(folder))
     file = needs_flower("node_file").NodeFile(superlink, certificates, key, insecure, config)
     file.save(folder / NODE_FILE)
@@ -87,6 +90,26 @@ def device(
         return
     print(f"joining {superlink}; Ctrl-C leaves, and this joins again: {again}")
     join(file.words())
+
+
+def check_given(certificates: str, data_dir: Path | None, budget: Mapping[str, str | None]) -> None:
+    """Refuse places that are not there, and limits that nobody means."""
+    if certificates:
+        if not Path(certificates).is_file():
+            raise InvalidSetting(f"there is no file {certificates}; copy ca.crt from the server")
+        if b"BEGIN CERTIFICATE" not in Path(certificates).read_bytes():
+            raise InvalidSetting(
+                f"{certificates} holds no certificate (PEM); copy ca.crt from the server"
+            )
+    if data_dir is not None and not data_dir.is_dir():
+        raise InvalidSetting(f"there is no folder {data_dir}; --data-dir is where the data is")
+    given = Budget.parse(**budget, samples=1)
+    for name, unit in (("time", "s"), ("memory", "MB"), ("upload", "MB")):
+        if MOST_FRACTION < (fraction := getattr(given, name)) < math.inf:
+            raise InvalidSetting(
+                f"--{name} {budget[name]} is {fraction:g} times what training everything takes; "
+                f"give a unit ({budget[name]}{unit}), a fraction like 0.5, or nothing"
+            )
 
 
 def tell_of_machine() -> None:

@@ -6,6 +6,7 @@ Nothing in them is trusted: no pickle is read, and sizes are checked before anyt
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import zipfile
@@ -26,6 +27,8 @@ from cocofl.data.tokenizing import tokenizer_file
 from cocofl.errors import DataNotFound, InvalidData
 from cocofl.files import check_plain, read_csv, read_limited
 from cocofl.hub import is_hugging_face
+
+logger = logging.getLogger(__name__)
 
 FILE_SUFFIXES = (".csv", ".npz")
 MOST_CSV_BYTES = 2**28
@@ -112,7 +115,14 @@ def _csv(path: Path) -> Columns:
                 f"{path}: line {cells.index('') + 2} has nothing in column {name}; fill in or "
                 "leave out what is missing"
             )
-        return _numbers(cells, int, np.int64, _numbers(cells, float, np.float64, cells))
+        found = _numbers(cells, int, np.int64, _numbers(cells, float, np.float64, cells))
+        if isinstance(found, np.ndarray) and not np.isfinite(found).all():
+            row = int(np.argmin(np.isfinite(found)))
+            raise InvalidData(
+                f"{path}: line {row + 2} has {cells[row]} in column {name}; fill in or leave out "
+                "what is missing"
+            )
+        return found
 
     def read_classes(name: str) -> Inputs:
         found = read(name)
@@ -207,11 +217,18 @@ def _folder(folder: Path, data: UserData) -> dict[str, Given]:
     return {part: _image_folder(place) for part, place in places.items()}
 
 
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in IMAGE_FILES and not path.name.startswith(".")
+
+
 def _image_folder(folder: Path) -> Given:
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())
+    # Those with a dot are of programs: .cache, .ipynb_checkpoints.
+    classes = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     files, labels = list[Path](), list[str]()
     for place in classes:
-        own = sorted(path for path in place.rglob("*") if path.suffix.lower() in IMAGE_FILES)
+        own = sorted(path for path in place.rglob("*") if _is_image(path))
+        if not own:
+            logger.warning("%s has no images: there is no class of that name", place)
         files += own
         labels += [place.name] * len(own)
     if not files:

@@ -264,8 +264,8 @@ class Columns:
         for name, values in zip(names, columns, strict=True):
             if not isinstance(values, np.ndarray) or values.dtype.kind not in "iufb":
                 raise InvalidData(
-                    f"{self.where}: column {name} is an input, but holds no numbers; say which "
-                    'columns are: inputs = ["…", "…"] of UserData, or in [data.options]'
+                    f"{self.where}: column {name} is an input, but {_why_no_numbers(values)}say "
+                    'which columns are: inputs = ["…", "…"] of UserData, or in [data.options]'
                 )
             found.append(values.astype(np.float32))
         if len({values.shape for values in found}) > 1:
@@ -274,3 +274,25 @@ class Columns:
                 f"{self.where}: inputs of different shapes cannot be stacked: {shapes}"
             )
         return np.stack(found, axis=1)
+
+
+def _why_no_numbers(values: Inputs) -> str:
+    """What is wrong with a column that should hold numbers, and what else can be done."""
+    if isinstance(values, list | np.ndarray) and isinstance(values[0], list | np.ndarray):
+        return "has rows of different lengths; cut or pad them to one length, or "
+    if isinstance(values, list):
+        others = [row for row, text in enumerate(values) if not _is_number_text(str(text))]
+        if 0 < len(others) < len(values):
+            return (
+                f"sample {others[0]} has {str(values[others[0]])[:40]!r}, which is no number; fill "
+                "in or leave out what is missing, or "
+            )
+    return "holds no numbers; "
+
+
+def _is_number_text(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cocofl.data.data_files import columns_of, read_path
@@ -28,7 +29,7 @@ from cocofl.data.samples import (
 )
 from cocofl.data.stable_random import hold_out
 from cocofl.data.tokenizing import token_ids, token_windows, tokenizer_of, word_ids
-from cocofl.errors import DataNotFound, InvalidData
+from cocofl.errors import CocoflError, DataNotFound, InvalidData
 from cocofl.named import import_function, import_ours, named_in_errors
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -57,6 +58,8 @@ def call_own(name: str, folder: Path | None, options: Mapping[str, Any]) -> User
 def new_parts(data: UserData, name: str) -> tuple[NewParts, str]:
     """The samples of data of one's own, and a checksum of them."""
     given = _parts(data, name)
+    for one in given.values():
+        _check_finite(one)
     if "test" not in given:
         whole = given["train"]
         n = len(whole.labels)
@@ -83,6 +86,8 @@ def new_parts(data: UserData, name: str) -> tuple[NewParts, str]:
         owners, owner_names = None, tuple[str, ...]()
         if (known := given[part].owners) is not None:
             names = [str(owner) for owner in known]
+            if not {"None", "nan"}.isdisjoint(names):
+                raise InvalidData(f"{name}, {part}: a sample has no owner; give each one")
             check_names(names, f"{name}, {part}, owners")
             owners, owner_names = number_owners(names)
         facts = Facts(
@@ -128,6 +133,8 @@ def _parts(data: UserData, name: str) -> dict[str, Given]:
         if "train" not in source:
             raise InvalidData(f"{name} has a part test and none to train on; {_WAYS} for each")
         own = {part: source[part] for part in PARTS if part in source}
+        if "test" not in own and "validation" in source:
+            own["test"] = source["validation"]
         return {part: _given(one, data, f"{name}, {part}") for part, one in own.items()}
     return {"train": _given(source, data, name)}
 
@@ -142,8 +149,10 @@ def _given(source: Any, data: UserData, where: str) -> Given:
         if len(source) not in (2, 3):
             raise InvalidData(f"{where}: a tuple of {len(source)}; {_WAYS}")
         inputs, labels, owners = (*source, None)[:3]
-        labels = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
+        labels = _numpy(labels) if isinstance(labels, Tensor) else labels
         return Given(_array(inputs, where), labels, owners, where)
+    if hasattr(source, "columns") and hasattr(source, "to_numpy"):  # a table of pandas or polars
+        source = {str(column): source[column].to_numpy() for column in source.columns}
     if isinstance(source, Mapping):
         return columns_of({key: _array(own, where) for key, own in source.items()}, where).given(
             data
@@ -167,24 +176,77 @@ def _array(values: Any, where: str) -> Any:
     if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
         return list(values)  # in an array every text would have the longest one's room
     if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
+        values = _numpy(values)
         return (
             np.moveaxis(values, 1, -1) if values.dtype == np.uint8 and values.ndim == 4 else values
         )
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise InvalidData(f"{where}: samples of different shapes: {error}") from error
+        raise InvalidData(
+            f"{where}: samples have different shapes; cut or pad them to one shape"
+        ) from error
     if array.dtype.kind == "O" and all(isinstance(value, str) for value in array.ravel()):
         array = array.astype(str)
     return [str(text) for text in array] if array.dtype.kind == "U" and array.ndim == 1 else array
 
 
-def _items(source: Any, data: UserData, where: str) -> Given:
-    """A data set that gives one sample at a time, as PyTorch's do."""
-    rows = [source[row] for row in range(len(source))]
+def _numpy(values: Tensor) -> Array:
+    values = values.detach().cpu()
+    # NumPy has no bfloat16.
+    found: Array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return found
+
+
+def _check_finite(given: Given) -> None:
+    """Before samples are held out: then nobody knows any more which ones they were."""
+    values = given.inputs
+    if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+        return
+    for begin in range(0, len(values), CHUNK_SAMPLES):
+        finite = np.isfinite(_cast(values[begin : begin + CHUNK_SAMPLES], "float32"))
+        if not finite.all():
+            sample, *place = np.argwhere(~finite)[0]
+            channel = f" in channel (or feature) {place[0]}" if place else ""
+            raise InvalidData(
+                f"{given.where}: sample {begin + sample} has something that is no finite "
+                f"number{channel}; fill in or leave out what is missing"
+            )
+
+
+def _rows(source: Any, where: str) -> list[Any]:
+    """All samples of a data set, which must be alike."""
+    rows = list[Any]()
+    for row in range(len(source)):
+        try:
+            rows.append(source[row])
+        except CocoflError:
+            raise
+        except Exception as error:  # it is the user's code
+            raise InvalidData(
+                f"{where}: sample {row} cannot be read: {type(error).__name__}: {error}"
+            ) from error
     if not rows:
         raise InvalidData(f"{where} has no samples")
+    parts = [_parts_of(sample) for sample in rows]
+    for row, own in enumerate(parts):
+        if own != parts[0]:
+            raise InvalidData(
+                f"{where}: sample {row} is {own}, sample 0 is {parts[0]}; let all be alike"
+            )
+    return rows
+
+
+def _parts_of(sample: Any) -> str:
+    """What a sample consists of, as errors say it."""
+    if isinstance(sample, Mapping):
+        return f"a dict of {', '.join(sorted(map(str, sample)))}"
+    return f"a tuple of {len(sample)}" if isinstance(sample, tuple | list) else "a single value"
+
+
+def _items(source: Any, data: UserData, where: str) -> Given:
+    """A data set that gives one sample at a time, as PyTorch's do."""
+    rows = _rows(source, where)
     if data.kind == NEXT_TOKEN and not isinstance(rows[0], Mapping):
         texts = _array(rows, where)
         return Given(texts, texts, None, where)
@@ -210,10 +272,10 @@ def _stacked(values: Sequence[Any], where: str) -> Any:
         return [str(value) for value in values]
     is_image_tensor = isinstance(values[0], Tensor) and values[0].ndim == 3
     try:
-        array = np.stack([np.asarray(value) for value in values])
+        array = np.stack([_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for x in values])
     except ValueError as error:
         raise InvalidData(
-            f"{where}: samples have different shapes ({error}); let the data set give one shape"
+            f"{where}: samples have different shapes; cut or pad them to one shape"
         ) from error
     return np.moveaxis(array, 1, -1) if is_image_tensor and array.dtype == np.uint8 else array
 

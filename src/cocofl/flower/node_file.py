@@ -30,6 +30,7 @@ from cocofl.flower.settings import toml_value
 CONFIG = "node-config"
 _HEAD = "# What this device joins with: `cocofl flower node --file THIS-FILE`.\n"
 _MOST_BYTES = 2**16
+_MOST_PORT = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class NodeFile:
 
     def __post_init__(self) -> None:
         host, _, port = self.superlink.rpartition(":")
-        if not (host and port.isdecimal()):
+        if not host or "/" in host or not port.isdecimal() or int(port) > _MOST_PORT:
             raise InvalidSetting(
                 f"superlink is {self.superlink!r}; expected the server's address, HOST:PORT"
             )

@@ -77,6 +77,9 @@ class IntegerRegion:
         self._round_to(scheme, scales)
         self.kernels = {step.name: step.kernel for step in self._steps}
         self._release = last_uses([(*s.inputs, s.name) for s in self._steps], self._ends)
+        coded = {name for s in self._steps if not isinstance(s, NodeStep) for name in s.inputs}
+        # The first input is what the layers made; what is only added in float may hide positions.
+        self._masks = frozenset(self.inputs[1:]) - coded
         self._calibration: ScaleNotes | None = None
         if settings.calibrate and (sites := self._unknown(low for low, _ in blocks)):
             self._calibration = ScaleNotes(sites, {})
@@ -160,7 +163,8 @@ class IntegerRegion:
     def __call__(self, *inputs: Any, notes: ScaleNotes | None = None) -> Any:
         """What the blocks return; differentiable in the inputs if the region is passing."""
         # No code stands for NaN: what came of it must not look sound.
-        sound = all(map(_is_finite, inputs))
+        named = zip(self.inputs, inputs, strict=True)
+        sound = all(_is_finite(x) or (name in self._masks and _hides(x)) for name, x in named)
         calibration = self._calibration if sound else None
         if self.passing and torch.is_grad_enabled():
             noted = calibration if notes is None else notes
@@ -178,7 +182,13 @@ class IntegerRegion:
 def _is_finite(x: Any) -> bool:
     if not (isinstance(x, Tensor) and x.is_floating_point()):
         return True
-    return math.isfinite(x.detach().sum().item())
+    # Large numbers, as in masks, may be finite when their sum is not.
+    return math.isfinite(x.detach().sum().item()) or bool(x.detach().isfinite().all())
+
+
+def _hides(x: Tensor) -> bool:
+    """Whether what is not finite are scores of positions that attention is not to see."""
+    return not (x.detach().isnan() | x.detach().isposinf()).any()
 
 
 def _broken(x: Any) -> Any:

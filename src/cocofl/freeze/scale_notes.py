@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container
 from functools import partial
 from typing import Any
@@ -39,11 +40,26 @@ class ScaleMeter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Also measure the output, and its gradient when it comes."""
-        result = super().run_node(n)
         site = self._prefix + n.name
-        if self._notes.wants(site):
-            self._notes.note(site, OUTPUT, result)
-            if result.requires_grad:
+        wanted = self._notes.wants(site)
+        written: Any = n.args[0] if n.target is operator.setitem else None
+        if wanted and written is not None:
+            self._write_into_a_copy(written)
+        result = super().run_node(n)
+        if wanted:
+            # A write into a tensor returns nothing; its value is the tensor from then on.
+            value = result if written is None else self.env[written]
+            self._notes.note(site, OUTPUT, value)
+            if value.requires_grad:
                 # A hook that knew this interpreter, which holds the result, would keep both alive.
-                result.register_hook(partial(self._notes.note, site, GRADIENT))
+                value.register_hook(partial(self._notes.note, site, GRADIENT))
         return result
+
+    def _write_into_a_copy(self, written: Any) -> None:
+        """A tensor with a hook that is written to and gets another one ends the process.
+
+        Seen with PyTorch 2.13: ``register_hook``, ``y[0] = 1``, ``register_hook``.
+        """
+        old = self.env[written]
+        copy = old.clone()
+        self.env.update({node: copy for node, value in self.env.items() if value is old})

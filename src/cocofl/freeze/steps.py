@@ -41,7 +41,7 @@ class Environment(dict[str, Any]):
     """The values of a region by name."""
 
     constants: frozenset[str] = frozenset()
-    """Those that it was given and nobody wants a gradient of, such as a mask."""
+    """Those that nobody wants a gradient of, such as a mask, and what is made of them alone."""
 
 
 class Sink(dict[str, Gradient]):
@@ -320,6 +320,9 @@ class NodeStep(Step):
         if not keep:
             return self._apply(lambda name: floats_of(env[name])), None
         result, graph = self._traced(env)
+        if graph is None:
+            # What is made of it needs no gradient either, and may be nothing that can have one.
+            env.constants |= {self.name}
         return _changed(result, Tensor, Tensor.detach), graph
 
     def _apply(self, read: Callable[[str], Any]) -> Any:

@@ -156,6 +156,9 @@ def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
 
 def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> SeenBlock:
     graph, fast = copy.deepcopy(traced.graph), _runs_channels_last(traced, arguments)
+    for node in graph.nodes:
+        if node.target is operator.setitem:
+            node.target = setitem
     returns: type | None = None
     while True:
         watch, own = Watch(traced, graph), [_copied(x) for x in arguments]
@@ -165,6 +168,12 @@ def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> SeenBl
         if isinstance(result, dict) and hasattr(type(result), "__dataclass_fields__"):
             returns = type(result)
         _return_single_values(graph, watch.bundles)
+
+
+def setitem(x: Any, index: Any, value: Any) -> Any:
+    """Write into ``x`` and return it, as operations in place do: a value that others read."""
+    x[index] = value
+    return x
 
 
 def _copied(x: Any) -> Any:

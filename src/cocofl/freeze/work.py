@@ -18,6 +18,13 @@ from cocofl.freeze.dispatch import OperationWatch
 from cocofl.freeze.operations import LoweredBlock, MapOp, NodeOp
 from cocofl.freeze.traced_blocks import called_module
 
+_PRODUCTS = {
+    "linear", "bilinear", "matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+}  # fmt: skip
+_GROUPED = "grouped_mm"
+"""In the names of functions for experts: PyTorch's own, and those of libraries."""
+
 
 class Work(NamedTuple):
     """The multiplications of a block on the example, forward."""
@@ -65,16 +72,22 @@ def _work(block: nn.Module, low: LoweredBlock, every: int) -> Work:
             weight = op.kind.weight_of(graph.get_submodule(op.layer))
             int8 += math.prod(low.shapes[op.name]) * weight.numel() // len(weight)
         elif isinstance(op, NodeOp):
-            called = [called_module(node, graph) for node in op.nodes]
-            floats |= {name for module in called for name in _multiplying(module)}
+            floats |= {name for node in op.nodes for name in _multiplying_in(node, graph)}
     return Work(max(every, int8), int8, frozenset(floats))
+
+
+def _multiplying_in(node: fx.Node, graph: fx.GraphModule) -> set[str]:
+    """What multiplies matrices in a node: a layer's type, or a function by its name."""
+    if node.op in ("call_function", "call_method"):
+        name = str(getattr(node.target, "__name__", node.target))
+        return {name} if name in _PRODUCTS or _GROUPED in name else set()
+    return _multiplying(called_module(node, graph))
 
 
 def _multiplying(module: nn.Module | None) -> set[str]:
     """The type of a layer with matrices; those of all layers in a block that stays whole."""
     if isinstance(module, fx.GraphModule):
-        called = [called_module(node, module) for node in module.graph.nodes]
-        return {name for inner in called for name in _multiplying(inner)}
+        return {name for node in module.graph.nodes for name in _multiplying_in(node, module)}
     if module is None or isinstance(module, nn.Embedding):
         return set()
     matrices = any(parameter.ndim > 1 for parameter in module.parameters())
@@ -93,7 +106,7 @@ def _countable_attention() -> Iterator[None]:
 
 
 class _Counter(OperationWatch):
-    """Counts by PyTorch's own formulas, which know attention on a GPU only."""
+    """Counts by PyTorch's own formulas, which know attention on a GPU only, and no experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,6 +119,8 @@ class _Counter(OperationWatch):
         result = func(*args, **kwargs or {})
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
             self.operations += sdpa_flop_count(*(x.shape for x in args[:3]))
+        elif _GROUPED in func.name():
+            self.operations += 2 * result.numel() * args[0].shape[-1]
         elif (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.operations += formula(*args, **kwargs or {}, out_val=result)
         return result

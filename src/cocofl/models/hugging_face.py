@@ -34,7 +34,9 @@ TASKS = {
     "audio-classification": "AutoModelForAudioClassification",
 }
 """By what a network is to do, the class that makes it."""
-_LENGTH, _PADDED = 32, 3
+_LENGTH, _PADDED, _FEW = 32, 3, 8
+_OFFSET = 4
+"""Positions that some models keep for padding."""
 _AUDIO_SAMPLES = 16_000
 # Layers that are left out by chance cannot be traced, and masks that are drawn hide what is heard.
 _WITHOUT_CHANCE = {"layerdrop": 0.0, "apply_spec_augment": False}
@@ -111,7 +113,12 @@ def hugging_face(
                 **where,
             )
             _tell_new(name, network, found)
-    example = _example(network, tuple(shape), pad_id)
+    shape = tuple(shape)
+    example = _example(network, shape, pad_id)
+    if shape:
+        _check_length(network, example, name)
+    if task == CAUSAL:
+        _check_looks_back(network, example, name)
     return PretrainedNetwork(network.train(), task, example, pad_id)
 
 
@@ -151,6 +158,36 @@ def _example(network: Any, shape: tuple[int, ...], pad_id: int | None) -> Tensor
     return torch.randn((2, *(shape or (_AUDIO_SAMPLES,))), generator=rng)
 
 
+def _check_length(network: Any, example: Tensor, name: str) -> None:
+    """Refuse texts that reach past a table of positions; models without one take any length."""
+    most = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+    if example.ndim != 2 or not isinstance(most, int) or example.shape[1] + _OFFSET <= most:
+        return
+    try:
+        with torch.no_grad():
+            network.eval()(example)
+    except IndexError as error:
+        raise InvalidModel(
+            f"the texts have {example.shape[1]} tokens, but the model {name} knows {most} "
+            "positions; say a smaller length in [data.options]"
+        ) from error
+
+
+def _check_looks_back(network: Any, example: Tensor, name: str) -> None:
+    """Refuse a model that sees the token which it is to tell, as BERT does."""
+    ids = example[:1, :_FEW].clone()
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 1) % network.config.get_text_config().vocab_size
+    with _reading(name), torch.no_grad():
+        one, two = (network.eval()(x).logits[:, :-1] for x in (ids, other))
+    if (one - two).abs().max() > 1e-4 * one.abs().max():
+        raise InvalidModel(
+            f"{name} is no language model for {CAUSAL}: what it says of a token depends on those "
+            "that follow it. Take one that only looks back (of BERT and its like that is one with "
+            '"is_decoder": true in its config.json)'
+        )
+
+
 def _tell_new(name: str, network: nn.Module, found: Any) -> None:
     """Say which tensors the weights did not have: the head of a new task, and nothing else."""
     own = dict(network.named_parameters())
@@ -170,6 +207,10 @@ def _reading(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # it raises whatever its many models raise
         said = " ".join(str(error).split())[:300].rstrip(".")
+        if "trust_remote_code" in said or "custom code" in said:
+            said = "it brings code of its own, which is never run"
+        elif "Unrecognized configuration class" in said:
+            said = "transformers has no network of its kind for this task (model.options.task)"
         raise InvalidModel(
             f"cannot make a network of {name}: {said}. Expected config.json and *.safetensors of a "
             "model that transformers knows; a model that brings code of its own, or pickled "
