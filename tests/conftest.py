@@ -19,8 +19,10 @@ net._DEFAULT_PLAN.regions = False
 settings.register_profile("cocofl", deadline=None)
 settings.load_profile("cocofl")
 
-# Tiny networks gain nothing from threads, and the tests run in several processes.
+# Tiny networks gain nothing from threads, and the tests run in several processes, as do commands
+# that they start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What was started in the background may have been told to ignore Ctrl-C, and so would the commands
 # that tests start and interrupt.

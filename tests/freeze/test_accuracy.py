@@ -179,7 +179,9 @@ def mean_loss_after(spans: tuple[Span, ...], variant: str) -> float:
     return sum(loss_after(list(spans), variant, seed) for seed in range(3)) / 3
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[pytest.mark.slow] if v != "qff" else []) for v in VARIANTS]
+)
 def test_200_steps_behind_a_frozen_block_end_as_low_as_full_training(variant: str) -> None:
     full = mean_loss_after((EVERYTHING,) * 10, "f")
     assert mean_loss_after((Span(1, 5),) * 10, variant) < 1.1 * full
