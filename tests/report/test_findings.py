@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,18 @@ def test_runs_given_twice_count_once_and_lines_are_told_apart_by_what_differs(tm
     (scene,) = arrange(runs)
     assert [line.label for line in scene.lines] == ["cocofl, lr 0.1", "cocofl, lr 0.3"]
     assert len(set(line_colours(scene.lines).values())) == 2
+
+
+def test_of_a_scene_only_what_tells_it_apart_is_said_its_data_first(tmp_path):
+    for name, count in (("digits", 30), ("wine", 30), ("wine", 60)):
+        path = tmp_path / f"{name}{count}"
+        made_up_run(path, "cocofl", "rc", 0, rounds=3)
+        file, sized = path / "experiment.toml", "per_round = 10" if name == "digits" else ""
+        text = re.sub(r'(?m)^name = "digits"$', f'name = "{name}"', file.read_text())
+        text = re.sub(r"(?m)^count = .*$", f"count = {count}", text)
+        file.write_text(re.sub(r"(?m)^per_round = .*$", sized or "per_round = 5", text))
+    titles = [scene.title for scene in arrange(find_runs([tmp_path]))]
+    assert sorted(titles) == ["digits, count 30", "wine, count 30", "wine, count 60"]
 
 
 def test_the_summary_is_over_seeds(scenes):

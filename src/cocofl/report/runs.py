@@ -25,6 +25,8 @@ TUNING = "tuning"
 
 # Scores compare only where these agree; everything else is what is being compared.
 _SCENE_SECTIONS = ("data", "model", "devices", "metric")
+_OF_DATA = ("data.name", "data.split")
+"""What says most about a scene."""
 # What changes nothing but the seed of a run, its name or its speed.
 _NEUTRAL = (
     *("name", "seed", "data.dir"),
@@ -158,7 +160,26 @@ def _told_apart(runs: Sequence[Run], *, scene: bool) -> Iterator[tuple[str, list
     differing = [
         key for key in keys if len({json.dumps(one.get(key), default=str) for one in settings}) > 1
     ]
+    if scene:
+        differing = _telling(differing, settings)
     for own, group in zip(settings, groups.values(), strict=True):
-        values = ((key, own.get(key)) for key in differing)
-        words = [f"{key.split('.')[-1]} {'–' if v is None else v}" for key, v in values]
-        yield ", ".join(words), group
+        yield ", ".join(_words(key, own.get(key)) for key in differing), group
+
+
+def _telling(keys: Iterable[str], settings: Sequence[dict[str, Any]]) -> list[str]:
+    """As few of the keys as tell all settings apart, of the data first."""
+    chosen: list[str] = []
+
+    def told(by: Sequence[str]) -> int:
+        return len({json.dumps([one.get(key) for key in by], default=str) for one in settings})
+
+    for key in sorted(keys, key=lambda key: key not in _OF_DATA):
+        if told([*chosen, key]) > told(chosen):
+            chosen.append(key)
+    return chosen
+
+
+def _words(key: str, value: Any) -> str:
+    """A setting in a title."""
+    text = "–" if value is None else str(value)
+    return text if key == "data.name" else f"{key.rpartition('.')[2]} {text}"
