@@ -245,7 +245,10 @@ def _subtitle(runs: Sequence[Run]) -> str:
     titles = dict.fromkeys(run.experiment.data.title for run in runs)
     models = dict.fromkeys(run.experiment.model.title for run in runs)
     what = f"{', '.join(models)} on {', '.join(titles)}"
-    return f"{what}, {devices}, {each('rounds')} rounds, {count}"
+    # A server that does not wait merges more often, and has as many rounds.
+    lengths = sorted({run.experiment.rounds for run in runs})
+    rounds = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    return f"{what}, {devices}, {rounds} rounds, {count}"
 
 
 def _settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
