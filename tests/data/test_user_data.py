@@ -382,9 +382,11 @@ def test_options_that_nobody_knows(root):
             "a,b,label\n1,2,x\nNA,4,y\n",
             "column a is an input, but sample 1 has 'NA', which is no number",
         ),
+        ("a;b;label\n1,5;2;x\n", r"readings.csv as CSV: it looks separated by ';'; expected a com"),
+        ("a\tlabel\n1\tx\n", r"it looks separated by '\\t'; expected a comma"),
     ],
 )
-def test_a_missing_number_in_a_table_is_named(root, table, complaint):
+def test_what_is_wrong_with_a_table_is_named(root, table, complaint):
     (root / "readings.csv").write_text(table)
     with pytest.raises(InvalidData, match=complaint):
         data.load(str(root / "readings.csv"))
