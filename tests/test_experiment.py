@@ -286,6 +286,7 @@ def test_a_folder_in_the_way_is_left_alone(tmp_path: Path, executor: InProcess) 
         ({"strategy.varient": "ff"}, "unknown key strategy.varient .did you mean variant"),
         ({"strategy.variant": "fff"}, "strategy.variant is 'fff' .did you mean ff"),
         ({"model.name": "mobilenet"}, "takes images of 3×32×32 .* has 1×8×8"),
+        ({"model.init": "randm"}, "'randm' .did you mean random.., and .* a safetensors file, n"),
         ({"data.split": "rcc"}, "did you mean rc"),
         ({"devices.groups": "papr"}, "devices.groups is 'papr'"),
         ({"model.options": {"tiney": True}}, "failed with TypeError: .*tiney"),
