@@ -109,6 +109,10 @@ def pixels(num_classes: int, channels: int = 3, side: int = 8) -> Any:
     return nn.Sequential(*body, *head), torch.zeros(2, channels, side, side)
 
 
+def grey(num_classes: int) -> Any:
+    return pixels(num_classes, channels=1, side=9)
+
+
 def reader(num_classes: int) -> Any:
     body = [nn.Embedding(257, 16), nn.Flatten(), nn.Linear(256, 16), nn.ReLU()]
     return nn.Sequential(*body, nn.Linear(16, num_classes)), torch.zeros(2, 16, dtype=torch.long)
@@ -208,6 +212,12 @@ def pairs(num_classes: int) -> Any:
         ("several", "dense", {}, "takes samples of 4, but .* has 6"),
         ("series", "pixels", {}, "takes samples of 3×8×8, but .* has 3×16"),
         ("folder_of_images", "dense", {}, "takes images of 4 .* has 3×8×8"),
+        (
+            "folder_of_images",
+            "grey",
+            {},
+            r"has 3×8×8; say size = .9, 9., channels = 1 in .data.options. .or of UserData., where",
+        ),
         ("hugging_face", "dense", {}, "takes torch.float32 of 4, but .* has token ids"),
         ("torch_data", "reader", {}, "takes torch.int64 samples of 16, but .* has 5×6×6"),
         ("several", "dense", SIX | {"training.loss": "squared_error"}, "of .* are multilabel"),

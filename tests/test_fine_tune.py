@@ -198,6 +198,8 @@ def test_what_a_model_cannot_do_is_said_with_the_way_out(tmp_path: Path) -> None
         hugging_face(f"hf:{gpt2}", task="causal-lm", shape=[21])
     with pytest.raises(InvalidModel, match=r"no network of its kind for this task"):
         hugging_face(f"hf:{gpt2}", task="image-classification")
+    with pytest.raises(InvalidModel, match=r"t5 has .* a decoder, .* take an encoder like BERT"):
+        hugging_face(f"hf:{folder(tmp_path, 't5')}", init="random")
     with pytest.raises(InvalidModel, match="the model hf: is neither a folder here nor a name"):
         hugging_face("hf:")
 

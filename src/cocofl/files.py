@@ -95,6 +95,12 @@ def read_csv(path: Path, most_bytes: int = MOST_BYTES) -> Iterator[dict[str, str
     reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", restval="")
     try:
         columns = reader.fieldnames or []
+        for mark in ";\t" if len(columns) == 1 else "":
+            if mark in columns[0]:
+                raise ValueError(
+                    f"it looks separated by {mark!r}; expected a comma between cells, and a point "
+                    "in numbers like 0.5"
+                )
         if len(set(columns)) < len(columns) or "" in columns:
             raise ValueError(f"two columns have one name, or one has none: {str(columns)[:200]}")
         for row in reader:

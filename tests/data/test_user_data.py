@@ -224,6 +224,15 @@ def test_validation_is_tested_with_where_there_is_no_test():
     assert len(found.test) == 3
 
 
+@pytest.mark.parametrize("part", ["val", "valid", "validation"])
+def test_validation_in_a_file_of_arrays_is_tested_with_too(root, part):
+    own = {"x_train": SERIES, "y_train": TWO, f"x_{part}": SERIES[:4], f"y_{part}": TWO[:4]}
+    np.savez(root / "a.npz", **own)
+    np.savez(root / "b.npz", **own, test_x=SERIES[:3], test_y=[0, 1, 0])
+    found = [data.load(str(root / name)) for name in ("a.npz", "b.npz")]
+    assert [(len(one.train), len(one.test)) for one in found] == [(10, 4), (10, 3)]
+
+
 def test_folders_of_images_that_hold_none(root, caplog):
     for row, image in enumerate(pixels(10, 6, 8, 3)):
         place = root / "photos" / ("cat", "dog", ".ipynb_checkpoints")[row % 3]
@@ -373,9 +382,11 @@ def test_options_that_nobody_knows(root):
             "a,b,label\n1,2,x\nNA,4,y\n",
             "column a is an input, but sample 1 has 'NA', which is no number",
         ),
+        ("a;b;label\n1,5;2;x\n", r"readings.csv as CSV: it looks separated by ';'; expected a com"),
+        ("a\tlabel\n1\tx\n", r"it looks separated by '\\t'; expected a comma"),
     ],
 )
-def test_a_missing_number_in_a_table_is_named(root, table, complaint):
+def test_what_is_wrong_with_a_table_is_named(root, table, complaint):
     (root / "readings.csv").write_text(table)
     with pytest.raises(InvalidData, match=complaint):
         data.load(str(root / "readings.csv"))

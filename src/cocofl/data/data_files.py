@@ -38,8 +38,9 @@ MOST_TIMES = 200
 """What unpacked arrays may be of the file: a few bytes of it could stand for gigabytes."""
 IMAGE_FILES = (*IMAGE_SUFFIXES, ".bmp", ".tif", ".tiff", ".webp")
 MOST_IMAGE_BYTES = 64 * 2**20
-_PART_FIRST = re.compile(r"(train|test)_(.+)")
-_PART_LAST = re.compile(r"(.+)_(train|test)")
+_VALIDATION = ("validation", "valid", "val")
+_PART_FIRST = re.compile(rf"({'|'.join((*PARTS, *_VALIDATION))})_(.+)")
+_PART_LAST = re.compile(rf"(.+)_({'|'.join((*PARTS, *_VALIDATION))})")
 
 
 def is_path(name: str) -> bool:
@@ -153,6 +154,9 @@ def _npz(path: Path, data: UserData) -> dict[str, Given]:
             parts.setdefault(match[1], {})[match[2]] = array
         elif match := _PART_LAST.fullmatch(name):
             parts.setdefault(match[2], {})[match[1]] = array
+    for name in _VALIDATION:
+        if own := parts.pop(name, {}):
+            parts.setdefault("test", own)
     if not parts:
         parts = {"train": arrays}
     if "train" not in parts:

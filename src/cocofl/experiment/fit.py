@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from cocofl.chain.graphs import left_as_it_was
 from cocofl.data import DataSet
+from cocofl.data.registry import REGISTRY
 from cocofl.data.samples import Facts
 from cocofl.errors import InvalidExperiment
 from cocofl.fl.batches import tensors
 from cocofl.fl.metrics import Metric
 from cocofl.fl.trainer import Trainer
 from cocofl.fl.training import FITTING, LOSSES, Training
+from cocofl.models import MODELS
 from cocofl.models.hugging_face import CAUSAL
 
 MOST_CLASSES = 4096
@@ -44,8 +47,23 @@ def check_inputs(example: Sequence[Tensor] | None, data: DataSet, model: str) ->
         kind = "" if taken.is_floating_point() else f" {taken.dtype}"
         raise InvalidExperiment(
             f"the model {model} takes{kind} {what} of {_shape(taken.shape[1:])}{axes}, but "
-            f"{data.name} has {_shape(shape)}"
+            f"{data.name} has {_shape(shape)}{_way_out(model, tuple(taken.shape[1:]), data)}"
         )
+
+
+def _way_out(model: str, wanted: tuple[int, ...], data: DataSet) -> str:
+    """The options that would make images fit, where there are some."""
+    shape = sample_shape(data)
+    if data.facts.task != "image" or len(wanted) != 3 or wanted[0] not in (1, 3, shape[0]):
+        return ""
+    options = [f"size = {list(wanted[1:])}"] if wanted[1:] != shape[1:] else []
+    options += [f"channels = {wanted[0]}"] if wanted[0] != shape[0] else []
+    ways = [f"{', '.join(options)} in [data.options] (or of UserData), where these are files"]
+    ways = ways if data.name not in REGISTRY else []
+    is_like = wanted[0] == shape[0] and shape[1] == shape[2] and model in MODELS
+    if is_like and "image_size" in inspect.signature(MODELS[model]).parameters:
+        ways.append(f"image_size = {shape[1]} in [model.options]")
+    return f"; say {', or '.join(ways)}" if ways else ""
 
 
 def sample_shape(data: DataSet) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import platform
 import shlex
 import sys
@@ -367,6 +368,12 @@ class Setup:
         init, chain, seed = self.experiment.model.init, self.chain, self.experiment.seed
         adapters = chain.fresh_adapters(seed) if isinstance(chain, AdaptedChain) else State()
         if init and init not in WEIGHTS:
+            if not os.path.exists(init):
+                raise InvalidExperiment(
+                    f"model.init is {init!r}{nearest(init, WEIGHTS)}, and there is no such file; "
+                    "expected a safetensors file, nothing for fresh weights, or, where model.name "
+                    f"is {PREFIX}NAME, {' or '.join(WEIGHTS)}"
+                )
             _, state = read_state(Path(init))
             state |= {key: t for key, t in adapters.items() if key not in state}
             check_state(self.chain, state, None)

@@ -113,6 +113,13 @@ def hugging_face(
                 **where,
             )
             _tell_new(name, network, found)
+    parts = {part for part, _ in network.base_model.named_children()}
+    if task == "sequence-classification" and {"encoder", "decoder"} <= parts:
+        raise InvalidModel(
+            f"{name} has an encoder and a decoder, and tells the class of a text by its one end "
+            "token, which a text that is cut lacks; take an encoder like BERT, or a network of "
+            "your own as package.module:function"
+        )
     shape = tuple(shape)
     example = _example(network, shape, pad_id)
     if shape:
