@@ -231,6 +231,23 @@ def test_validation_in_a_file_of_arrays_is_tested_with_too(root, part):
     np.savez(root / "b.npz", **own, test_x=SERIES[:3], test_y=[0, 1, 0])
     found = [data.load(str(root / name)) for name in ("a.npz", "b.npz")]
     assert [(len(one.train), len(one.test)) for one in found] == [(10, 4), (10, 3)]
+    np.savez(root / "c.npz", x=SERIES, y=TWO, **{f"x_{part}": SERIES[:4], f"y_{part}": TWO[:4]})
+    found = data.load(str(root / "c.npz"))
+    assert (len(found.train), len(found.test)) == (10, 4)
+
+
+@pytest.mark.parametrize("part", ["val", "valid", "validation"])
+def test_validation_in_a_folder_is_tested_with_too(root, part):
+    (root / "tables").mkdir()
+    rows = "".join(f"{row},{row % 2}\n" for row in range(10))
+    (root / "tables/train.csv").write_text(f"a,label\n{rows}")
+    (root / f"tables/{part}.csv").write_text(f"a,label\n{rows[:16]}")
+    for row, image in enumerate(pixels(14, 4, 4, 3)):
+        place = root / "photos" / ("train" if row < 10 else part) / ("cat", "dog")[row % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{row}.png").write_bytes(png(image))
+    found = [data.load(f"{root}/{folder}") for folder in ("tables", "photos")]
+    assert [(len(one.train), len(one.test)) for one in found] == [(10, 4), (10, 4)]
 
 
 def test_folders_of_images_that_hold_none(root, caplog):

@@ -149,16 +149,19 @@ def _npz(path: Path, data: UserData) -> dict[str, Given]:
     """Arrays by name: ``inputs``, ``labels``; or ``train_inputs``, ``test_inputs`` and so on."""
     arrays = _load_npz(path)
     parts: dict[str, dict[str, NDArray[Any]]] = {}
+    rest: dict[str, NDArray[Any]] = {}
     for name, array in arrays.items():
         if match := _PART_FIRST.fullmatch(name):
             parts.setdefault(match[1], {})[match[2]] = array
         elif match := _PART_LAST.fullmatch(name):
             parts.setdefault(match[2], {})[match[1]] = array
+        else:
+            rest[name] = array
     for name in _VALIDATION:
         if own := parts.pop(name, {}):
             parts.setdefault("test", own)
-    if not parts:
-        parts = {"train": arrays}
+    if rest:
+        parts.setdefault("train", rest)
     if "train" not in parts:
         raise InvalidData(f"{path} has {', '.join(arrays)}, and nothing to train on")
     return {part: columns_of(own, f"{path}, {part}").given(data) for part, own in parts.items()}
@@ -209,16 +212,23 @@ def _check_member(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
 def _folder(folder: Path, data: UserData) -> dict[str, Given]:
     """A folder per class with images in it, below ``train`` and ``test`` where there are such."""
     for suffix in FILE_SUFFIXES:
-        files = {part: folder / f"{part}{suffix}" for part in PARTS}
-        if files["train"].exists():
-            found = {part: read_path(file, data) for part, file in files.items() if file.exists()}
-            return {part: given["train"] for part, given in found.items()}
-    places = {part: folder / part for part in PARTS}
-    if not places["train"].is_dir():
+        files = _places(folder, suffix)
+        if "train" in files:
+            return {part: read_path(file, data)["train"] for part, file in files.items()}
+    places = _places(folder)
+    if "train" not in places:
         places = {"train": folder}
-    if "test" in places and not places["test"].is_dir():
-        del places["test"]
     return {part: _image_folder(place) for part, place in places.items()}
+
+
+def _places(folder: Path, suffix: str = "") -> dict[str, Path]:
+    """The file of each part, or its folder, as far as there are such."""
+    found: dict[str, Path] = {}
+    for name in (*PARTS, *_VALIDATION):
+        place = folder / f"{name}{suffix}"
+        if place.is_file() if suffix else place.is_dir():
+            found.setdefault("test" if name in _VALIDATION else name, place)
+    return found
 
 
 def _is_image(path: Path) -> bool:
