@@ -10,6 +10,7 @@ from torch import nn
 
 from cocofl import Span, freeze, split
 from cocofl.freeze import Network
+from cocofl.freeze.memory_saving import relu_in_place
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, stride=2, padding=1)])
@@ -30,3 +31,45 @@ def test_pooling_before_relu_and_flattening_change_no_number(pool: nn.Module) ->
     plain.square().sum().backward()
     for one, other in zip(net.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+def _gradients(model: nn.Module, x: torch.Tensor, *, second: bool) -> list[torch.Tensor]:
+    """Of a loss; or of the length of its gradient."""
+    x = x.clone().requires_grad_()
+    loss = model(x).square().mean()
+    if second:
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = gradient.square().sum()
+    return list(torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True))
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_relus_in_place_both_ways_change_no_number(second: bool) -> None:
+    """One that a convolution reads, and one whose gradient goes two ways."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+            self.second, self.third = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shared = self.first(x)
+            read_once = self.norm(shared).relu()
+            summed = (self.second(read_once) + shared).relu()
+            return self.third(summed) + summed
+
+    torch.manual_seed(0)
+    model = Net()
+    x = torch.randn(8, 3, 32, 32)
+    chain = split(copy.deepcopy(model), x)
+    net = freeze(chain, Span(0, len(chain)), variant="f").train()
+    graphs = [block.graph for block in Network(chain).trained_blocks]
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    assert targets.count(relu_in_place) == 1, targets
+    for ours, plain in zip(
+        _gradients(net, x, second=second), _gradients(model.train(), x, second=second), strict=True
+    ):
+        assert (ours is None) == (plain is None)
+        if plain is not None:
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)

@@ -1,10 +1,11 @@
 """Trained blocks with less memory traffic: the same numbers, a few tensors fewer.
 
 A ReLU may overwrite the output of a layer, norm or sum that only it reads, since none of these
-needs its own output for its gradient. One that only a max pooling reads changes places with it:
-the largest of values cut off at zero is the largest value, cut off at zero, and there are fewer
-of them. And the gradients of a global average and of flattening, which PyTorch hands back with
-their channels first, are made channels last, like everything they meet.
+needs its own output for its gradient; and its gradient, where that has just been made by a layer or
+norm which alone reads the ReLU. One that only a max pooling reads changes places with it: the
+largest of values cut off at zero is the largest value, cut off at zero, and there are fewer of
+them. And the gradients of a global average and of flattening, which PyTorch hands back with their
+channels first, are made channels last, like everything they meet.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cocofl.chain import GraphBlock
+from cocofl.freeze.layers import is_plain
 from cocofl.freeze.layout import channels_last
 from cocofl.freeze.traced_blocks import called_module
 
 _RELUS = {nn.ReLU, F.relu, torch.relu, "relu"}
 _SUMS = {operator.add, torch.add}
+_GIVE_NEW_GRADIENTS = (nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.GroupNorm)
+"""What they hand back is a tensor of their own, which nobody else reads."""
+_WORTHWHILE = 2**16
+"""From how many numbers on less memory traffic is worth a call from autograd to Python."""
 
 
 def memory_saving(block: nn.Module) -> nn.Module:
@@ -39,7 +45,10 @@ def memory_saving(block: nn.Module) -> nn.Module:
         module = called_module(node, block)
         kind = node.target if module is None else type(module)
         if kind in _RELUS and _may_be_overwritten(node.all_input_nodes[0], block):
-            _replace(node, F.relu, inplace=True)
+            if _owns_its_gradient(node, block):
+                _replace(node, relu_in_place)
+            else:
+                _replace(node, F.relu, inplace=True)
         elif isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1), [1, 1]):
             _replace(node, global_average)
         elif isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1):
@@ -74,6 +83,38 @@ def _may_be_overwritten(node: fx.Node, block: nn.Module) -> bool:
     kinds = nn.Conv2d | nn.Linear | _BatchNorm | nn.GroupNorm | nn.MaxPool2d
     is_sum = node.op == "call_function" and node.target in _SUMS
     return is_sum or isinstance(called_module(node, block), kinds)
+
+
+def _owns_its_gradient(node: fx.Node, block: nn.Module) -> bool:
+    readers = [called_module(reader, block) for reader in node.users]
+    return len(readers) == 1 and is_plain(readers[0], *_GIVE_NEW_GRADIENTS)
+
+
+def relu_in_place(x: Tensor) -> Tensor:
+    """A ReLU that overwrites its input and, on the way back, its gradient."""
+    if x.numel() < _WORTHWHILE:
+        return F.relu(x, inplace=True)
+    result: Tensor = _InPlaceRelu.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _InPlaceRelu(torch.autograd.Function):
+    """PyTorch's own leaves the gradient as it is, and writes another tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x.relu_())
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
+            masked: Tensor = gradient * (y > 0)
+            return masked
+        torch.ops.aten.threshold_backward.grad_input(gradient, y, 0, grad_input=gradient)
+        return gradient
 
 
 def global_average(x: Tensor) -> Tensor:

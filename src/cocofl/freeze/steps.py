@@ -186,7 +186,7 @@ def _code_of(value: float, grid: Grid) -> int:
 
 
 def _passed(y: Gradient, activation: Activation | None) -> Tensor:
-    """1 where the activation let the value pass, 0 where it cut it off."""
+    """Bytes that are 0 where the activation cut the value off, and only there."""
     assert activation is not None
     if isinstance(y, Tensor):
         inside = y > 0 if activation.upper is None else (y > 0) & (y < activation.upper)
@@ -195,19 +195,22 @@ def _passed(y: Gradient, activation: Activation | None) -> Tensor:
     zero, top = y.grid.zero_point, LARGEST_CODE + 1
     if activation.upper is not None:
         top = min(_code_of(activation.upper, y.grid), top)
-    if top > LARGEST_CODE:  # min(code - zero, 1)
-        return y.values.clamp_max(1) if zero == 0 else (y.values - zero).clamp_max_(1)
+    if top > LARGEST_CODE:
+        return y.values if zero == 0 else y.values - zero
     # What is cut off below has become 255, what is cut off above the largest: both are that now.
     last = max(top - zero - 1, 0)
-    return (y.values - (zero + 1)).clamp_max_(last).sub_(last).clamp_max_(1)
+    return (y.values - (zero + 1)).clamp_max_(last).sub_(last)
 
 
-def _masked(gradient: Codes, mask: Tensor) -> Codes:
-    """Zero the gradient where the mask is 0: flipping the top bit makes zero's code 0.
+def _masked(gradient: Codes, passed: Tensor) -> Codes:
+    """Zero the gradient where ``passed`` is 0: flipping the top bit makes zero's code 0.
 
     In place: a gradient on its way has one owner, the step that it has arrived at.
     """
-    gradient.values.bitwise_xor_(MIDDLE).mul_(mask).bitwise_xor_(MIDDLE)
+    values = gradient.values.bitwise_xor_(MIDDLE)
+    # ReLU's own backward pass, which knows bytes, takes half the time of a product with a mask.
+    torch.ops.aten.threshold_backward.grad_input(values, passed, 0, grad_input=values)
+    values.bitwise_xor_(MIDDLE)
     return gradient
 
 
@@ -226,8 +229,10 @@ class ActStep(Step):
 
     def backward(self, kept: Tensor, gradient: Gradient, sink: Sink) -> None:
         """Where the value was cut off, so is the gradient."""
-        passed = _masked(gradient, kept) if isinstance(gradient, Codes) else gradient * kept
-        sink.put(self.inputs[0], passed)
+        if isinstance(gradient, Codes):
+            sink.put(self.inputs[0], _masked(gradient, kept))
+        else:
+            sink.put(self.inputs[0], gradient * (kept > 0))
 
 
 class CatStep(Step):
