@@ -331,7 +331,8 @@ def test_an_unknown_device_of_the_analytic_table(own: str) -> None:
 def test_devices_that_were_computed_say_so_and_are_ordered_as_their_makers_do(own: str) -> None:
     assert all("computed, not measured" in DEVICES[name].basis for name in set(DEVICES) - {"x64"})
     assert (DEVICES["pi4"].float32_macs_per_s, DEVICES["pi4"].bytes_per_s) == (12e9, 3.2e9)
-    assert DEVICES["pi5"].int8_macs_per_s == 0.5 * 4 * 2.4e9 * 32
+    assert DEVICES["pi5"].int8_macs_per_s == pytest.approx(1.93 * 0.5 * 4 * 2.4e9 * 8)
+    assert DEVICES["pi4"].int8_macs_per_s == pytest.approx(1.30 * 12e9)
     flagship = DEVICES["phone-flagship"]
     assert flagship.float32_macs_per_s == pytest.approx(70.4e9)
     full = {name: analytic_table(Settings(own), name).full_step_s for name in DEVICES}

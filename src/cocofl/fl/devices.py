@@ -198,15 +198,15 @@ PAPER_GROUPS = (
 
 
 PHONES_2024 = tuple(
-    Group(name, share, time, memory, Uniform(*upload), None, power, 70.0, 0.25, 24)
-    for name, share, time, memory, upload, power in (
-        ("flagship", 0.25, 1.0, 1.0, (0.5, 1.0), 4.0),
-        ("upper", 0.25, 0.64, 0.67, (0.4, 1.0), 3.5),
-        ("middle", 0.3, 0.33, 0.5, (0.25, 0.8), 3.0),
-        ("entry", 0.2, 0.2, 0.33, (0.15, 0.6), 2.5),
+    Group(name, 0.25, time, memory, Uniform(0.2, 1.0), None, power, 70.0, 0.08, 24)
+    for name, time, memory, power in (
+        ("flagship", 1.0, 1.0, 5.0),
+        ("upper", 0.43, 0.84, 4.9),
+        ("middle", 0.3, 0.55, 2.7),
+        ("entry", 0.21, 0.49, 3.3),
     )
 )
-"""Phones as they were sold in 2024; ``docs/reference/devices.md`` says where figures come from."""
+"""Quarters of phones sold in 2024; ``docs/reference/devices.md`` says where figures come from."""
 POPULATIONS = {"paper": PAPER_GROUPS, "phones-2024": PHONES_2024}
 """Devices by name, for ``devices.groups``."""
 

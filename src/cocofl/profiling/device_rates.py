@@ -3,12 +3,14 @@
 Rates of ``x64`` come from measured convolutions. All others are **computed** from what makers
 publish, by one rule, and nobody has measured them:
 
-- arithmetic: cores × clock × multiply-accumulates per cycle, of which half is taken to be
-  sustained (of its peak, ``x64`` sustained 0.60 in float32 and 0.55 in int8);
+- arithmetic in float32: cores × clock × multiply-accumulates per cycle, of which half is taken to
+  be sustained (``x64`` sustained 0.60 of its peak);
+- in int8: 1.93 times as many where cores have dot product instructions, and 1.30 times elsewhere,
+  the mean over the networks and phones of Paddle Lite's published benchmark;
 - memory: transfers per second × width of the bus, of which a quarter is.
 
-Multiply-accumulates per cycle follow from Arm's description of a core: 128 bits hold four float32,
-and a dot product instruction multiplies 16 pairs of int8. Of a phone only the fast cores count.
+Multiply-accumulates per cycle follow from Arm's description of a core: 128 bits hold four float32.
+Of a phone only the fast cores count.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from cocofl.errors import InvalidSetting
 from cocofl.named import nearest
 
 _SUSTAINED, _STREAMED = 0.5, 0.25
+_INT8_GAIN = {True: 1.93, False: 1.30}
+"""By whether there are dot products. Paddle-Lite, docs/performance/benchmark.md at 07b851a: six
+networks on one core of four phones with them, and of three without."""
 
 
 @dataclass(frozen=True)
@@ -34,36 +39,33 @@ class Device:
 
 @dataclass(frozen=True)
 class Cores:
-    """Some equal cores, and their multiply-accumulates per cycle."""
+    """Some equal cores, and their float32 multiply-accumulates per cycle."""
 
     count: int
     name: str
     clock_ghz: float
     float32_macs: int
-    int8_macs: int
+    dot_products: bool = True
 
     def __str__(self) -> str:
-        per_cycle = f"{self.float32_macs} float32 or {self.int8_macs} int8 products a cycle"
+        int8 = "with" if self.dot_products else "without"
+        per_cycle = f"{self.float32_macs} float32 products a cycle, {int8} int8 dot products"
         return f"{self.count} {self.name} at {self.clock_ghz:g} GHz ({per_cycle})"
 
 
 def computed(chip: str, bus: str, bus_gb_per_s: float, *cores: Cores) -> Device:
     """The rates of a device from its specification.
 
-    >>> one = Cores(2, "Cortex-A0", 1.5, 4, 8)
+    >>> one = Cores(2, "Cortex-A0", 1.5, 4, dot_products=False)
     >>> device = computed("a chip", "LPDDR4-3200, 32 bit", 12.8, one)
     >>> device.float32_macs_per_s, device.int8_macs_per_s, device.bytes_per_s
-    (6000000000.0, 12000000000.0, 3200000000.0)
+    (6000000000.0, 7800000000.0, 3200000000.0)
     """
-    cycles = [1e9 * one.count * one.clock_ghz for one in cores]
-    peak = (
-        sum(c * one.float32_macs for c, one in zip(cycles, cores, strict=True)),
-        sum(c * one.int8_macs for c, one in zip(cycles, cores, strict=True)),
-    )
+    rates = [_SUSTAINED * one.count * one.clock_ghz * 1e9 * one.float32_macs for one in cores]
+    int8 = sum(r * _INT8_GAIN[one.dot_products] for r, one in zip(rates, cores, strict=True))
     found = " and ".join(map(str, cores))
     basis = f"computed, not measured: {chip}, {found}; {bus}, {bus_gb_per_s:g} GB/s"
-    float32, int8 = (_SUSTAINED * rate for rate in peak)
-    return Device(float32, int8, _STREAMED * 1e9 * bus_gb_per_s, basis)
+    return Device(sum(rates), int8, _STREAMED * 1e9 * bus_gb_per_s, basis)
 
 
 DEVICES = {
@@ -73,23 +75,25 @@ DEVICES = {
         bytes_per_s=12e9,
         basis="measured: MobileNetV2 and ResNet18 on two Zen 4 cores with AVX512-VNNI",
     ),
-    # One 128-bit pipe multiplies; without dot products eight int8 pairs take one instruction.
-    "pi4": computed("BCM2711", "LPDDR4-3200, 32 bit", 12.8, Cores(4, "Cortex-A72", 1.5, 4, 8)),
+    # One 128-bit pipe multiplies.
+    "pi4": computed(
+        "BCM2711", "LPDDR4-3200, 32 bit", 12.8, Cores(4, "Cortex-A72", 1.5, 4, dot_products=False)
+    ),
     # From the Cortex-A76 on there are two such pipes, and dot products.
-    "pi5": computed("BCM2712", "LPDDR4X-4267, 32 bit", 17.1, Cores(4, "Cortex-A76", 2.4, 8, 32)),
+    "pi5": computed("BCM2712", "LPDDR4X-4267, 32 bit", 17.1, Cores(4, "Cortex-A76", 2.4, 8)),
     # Its processor, not its GPU: a client trains on the processor.
     "jetson-orin-nano": computed(
-        "Orin Nano 8 GB", "LPDDR5, 128 bit", 68.0, Cores(6, "Cortex-A78AE", 1.5, 8, 32)
+        "Orin Nano 8 GB", "LPDDR5, 128 bit", 68.0, Cores(6, "Cortex-A78AE", 1.5, 8)
     ),
     "phone-entry": computed(
-        "Snapdragon 4 Gen 2", "LPDDR5X-6400, 32 bit", 25.6, Cores(2, "Cortex-A78", 2.2, 8, 32)
+        "Snapdragon 4 Gen 2", "LPDDR5X-6400, 32 bit", 25.6, Cores(2, "Cortex-A78", 2.2, 8)
     ),
     "phone-flagship": computed(
         "Snapdragon 8 Gen 2",
         "LPDDR5X-8400, 64 bit",
         67.2,
-        Cores(1, "Cortex-X3", 3.2, 16, 64),
-        Cores(4, "Cortex-A715 and A710", 2.8, 8, 32),
+        Cores(1, "Cortex-X3", 3.2, 16),
+        Cores(4, "Cortex-A715 and A710", 2.8, 8),
     ),
 }
 
