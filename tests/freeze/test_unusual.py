@@ -610,14 +610,30 @@ class Masked(nn.Module):
         return x + self.value(scores.softmax(-1) @ x)
 
 
+class WithSink(Masked):
+    """The same with a position more to look at, as in GPT-OSS; scores and mask are concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(torch.zeros(1, 1, 1, 1))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = (self.query(x) @ x.transpose(1, 2)).unsqueeze(1) + mask
+        sinks = self.sink.expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[:, 0, :, :-1]
+        return x + self.value(weights @ x)
+
+
 class Masking(nn.Module):
-    def __init__(self, lowest: float) -> None:
+    def __init__(self, lowest: float, layer: type[Masked]) -> None:
         super().__init__()
         self.first, self.head, self.lowest = nn.Linear(8, 8), nn.Linear(8, 2), lowest
-        self.layers = nn.ModuleList(Masked() for _ in range(3))
+        self.layers = nn.ModuleList(layer() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.full((x.shape[1], x.shape[1]), self.lowest).triu(1)
+        if isinstance(self.layers[0], WithSink):
+            mask = torch.cat((mask[None, None, :2], mask[None, None, 2:]), dim=2)
         x = self.first(x)
         for layer in self.layers:
             x = layer(x, mask)
@@ -626,9 +642,12 @@ class Masking(nn.Module):
 
 @pytest.mark.parametrize("lowest", [float("-inf"), torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("measured", [False, True])
-def test_masks_of_floats_are_no_broken_numbers(lowest: float, measured: bool) -> None:
+@pytest.mark.parametrize("layer", [Masked, WithSink])
+def test_masks_of_floats_are_no_broken_numbers(
+    lowest: float, measured: bool, layer: type[Masked]
+) -> None:
     torch.manual_seed(0)
-    model, x = Masking(lowest), torch.randn(4, 6, 8)
+    model, x = Masking(lowest, layer), torch.randn(4, 6, 8)
     chain = split(model, x)
     assert len(chain) == 5
     assert len(chain.wiring[2].inputs) == 2
