@@ -269,6 +269,28 @@ class TakesPair(Join):
         return super().forward(*pair)
 
 
+@pytest.mark.parametrize("kind", ["named tuple", "dataclass"])
+def test_a_model_may_return_a_class_with_fields(kind: str) -> None:
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = conv(3, 8), conv(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return BUNDLES[kind][0](self.last(self.first(x)))
+
+    model = Returning()
+    chain, (bundle, take) = split(model, IMAGE), BUNDLES[kind]
+    expected = model(IMAGE)
+    assert type(expected) is type(bundle(IMAGE))
+    for variant, tolerance in (("f", 1e-5), ("qff", 0.05)):
+        for start in range(len(chain)):
+            result = freeze(chain, Span(start, start + 1), variant=variant)(IMAGE)
+            assert type(result) is type(expected)
+            error = (take(result) - take(expected)).abs().max()
+            assert error < tolerance * take(expected).abs().max()
+
+
 def test_an_object_of_the_users_own_is_refused_as_a_result():
     chain = BlockChain([stem(), Opaque(lambda y: Record(y, (y,)))], example=IMAGE)
     chain.blocks[1].get_submodule("1").conv = conv(8, 8)
