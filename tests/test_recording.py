@@ -184,6 +184,33 @@ def test_inputs_by_name_and_a_dataclass_as_output() -> None:
         split(model, {"x": VECTOR, "masks": mask})
 
 
+class Watched(nn.Module):
+    """Watches its layers by hooks that its first call installs, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+        self.seen: list[Tensor] = []
+        self.is_watched = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_watched:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _layer, _given, y: self.seen.append(y))
+            self.is_watched = True
+        self.seen.clear()
+        x = self.layers(x)
+        return x + 0 * x.sum() if len(self.seen) == 3 else x.new_zeros(3)
+
+
+def test_hooks_that_a_first_call_installs_are_undone_with_what_it_notes() -> None:
+    model = Watched()
+    chain = split(model, VECTOR, by_running=True)
+    assert not model.is_watched
+    assert not any(layer._forward_hooks for layer in model.layers)
+    assert torch.equal(chain(VECTOR), model(VECTOR))
+
+
 class Layer(Net):
     """A layer that adds a learned table to what it makes."""
 

@@ -269,6 +269,28 @@ class TakesPair(Join):
         return super().forward(*pair)
 
 
+@pytest.mark.parametrize("kind", ["named tuple", "dataclass"])
+def test_a_model_may_return_a_class_with_fields(kind: str) -> None:
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = conv(3, 8), conv(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return BUNDLES[kind][0](self.last(self.first(x)))
+
+    model = Returning()
+    chain, (bundle, take) = split(model, IMAGE), BUNDLES[kind]
+    expected = model(IMAGE)
+    assert type(expected) is type(bundle(IMAGE))
+    for variant, tolerance in (("f", 1e-5), ("qff", 0.05)):
+        for start in range(len(chain)):
+            result = freeze(chain, Span(start, start + 1), variant=variant)(IMAGE)
+            assert type(result) is type(expected)
+            error = (take(result) - take(expected)).abs().max()
+            assert error < tolerance * take(expected).abs().max()
+
+
 def test_an_object_of_the_users_own_is_refused_as_a_result():
     chain = BlockChain([stem(), Opaque(lambda y: Record(y, (y,)))], example=IMAGE)
     chain.blocks[1].get_submodule("1").conv = conv(8, 8)
@@ -610,14 +632,30 @@ class Masked(nn.Module):
         return x + self.value(scores.softmax(-1) @ x)
 
 
+class WithSink(Masked):
+    """The same with a position more to look at, as in GPT-OSS; scores and mask are concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(torch.zeros(1, 1, 1, 1))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = (self.query(x) @ x.transpose(1, 2)).unsqueeze(1) + mask
+        sinks = self.sink.expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[:, 0, :, :-1]
+        return x + self.value(weights @ x)
+
+
 class Masking(nn.Module):
-    def __init__(self, lowest: float) -> None:
+    def __init__(self, lowest: float, layer: type[Masked]) -> None:
         super().__init__()
         self.first, self.head, self.lowest = nn.Linear(8, 8), nn.Linear(8, 2), lowest
-        self.layers = nn.ModuleList(Masked() for _ in range(3))
+        self.layers = nn.ModuleList(layer() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.full((x.shape[1], x.shape[1]), self.lowest).triu(1)
+        if isinstance(self.layers[0], WithSink):
+            mask = torch.cat((mask[None, None, :2], mask[None, None, 2:]), dim=2)
         x = self.first(x)
         for layer in self.layers:
             x = layer(x, mask)
@@ -626,9 +664,12 @@ class Masking(nn.Module):
 
 @pytest.mark.parametrize("lowest", [float("-inf"), torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("measured", [False, True])
-def test_masks_of_floats_are_no_broken_numbers(lowest: float, measured: bool) -> None:
+@pytest.mark.parametrize("layer", [Masked, WithSink])
+def test_masks_of_floats_are_no_broken_numbers(
+    lowest: float, measured: bool, layer: type[Masked]
+) -> None:
     torch.manual_seed(0)
-    model, x = Masking(lowest), torch.randn(4, 6, 8)
+    model, x = Masking(lowest, layer), torch.randn(4, 6, 8)
     chain = split(model, x)
     assert len(chain) == 5
     assert len(chain.wiring[2].inputs) == 2

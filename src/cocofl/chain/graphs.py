@@ -7,6 +7,7 @@ import functools
 import inspect
 import linecache
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -206,7 +207,7 @@ def bound_inputs(
 
 @contextmanager
 def left_as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """In this mode, and undo what a trace or a trial run does: flags, buffers, values it keeps."""
+    """In this mode; undo what a trace or a trial run does: flags, buffers, hooks, values kept."""
     before = [
         (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTRIES})
         for module in model.modules()
@@ -215,7 +216,7 @@ def left_as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         (value, copy.copy(value))
         for module in model.modules()
         for value in vars(module).values()
-        if type(value) in (dict, list, set)
+        if type(value) in (dict, OrderedDict, list, set)  # hooks are in an OrderedDict
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for module in model.modules():

@@ -292,14 +292,16 @@ class _Merge:
         common = [path for path in stacks[0] if path in stacks[1]]
         single = [path for stack in stacks for path in stack[::-1] if path not in common]
         seen = [(self.one, a), (self.other, b)]
-        names = " and ".join(_where(traced, node) for traced, node in seen if node is not None)
+        where = dict.fromkeys(_where(traced, node) for traced, node in seen if node is not None)
         return Failure(
-            f"it does {self.difference}: see {names}",
+            f"it does {self.difference}: see {' and '.join(where)}",
             [path for path in single + common[::-1] if not is_layer(root.get_submodule(path))],
         )
 
 
 def _where(traced: Recorded, node: fx.Node) -> str:
+    if node.op == "output":
+        return "what it returns"
     line = traced.lines.get(node.name)
     return repr(node.name) + (f", at {line}" if line else "")
 

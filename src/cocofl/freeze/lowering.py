@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -160,6 +160,7 @@ def _lower_block(
         if node in watch.shapes:
             shapes.setdefault(names[node], watch.shapes[node])
     fused = _fuse(operations, shapes, named_values(outputs), block)
+    fused = _concatenations(fused, shapes, named_values(outputs))
     return LoweredBlock(
         operations=tuple(fused),
         descriptions=tuple(_describe(op, block) for op in fused),
@@ -216,11 +217,6 @@ def _operation(
             return own
     if (activation := _RELUS.get(kind)) is not None:
         return ActOp(name, inputs[0], activation)
-    if kind in _CONCATENATIONS and set(node.all_input_nodes) <= set(shapes):
-        given = arguments(node, "tensors", "dim")
-        parts, dim = given["tensors"], given.get("dim", given.get("axis", 0))
-        if len(shapes[node]) == 4 and isinstance(parts, list | tuple) and isinstance(dim, int):
-            return CatOp(name, tuple(names[part] for part in parts), dim)
     layout = all(_only_moves(inner, block) for inner in nodes)
     overwrites = any(inner in watch.overwritten for inner in nodes)
     return NodeOp(name, nodes, inputs, layout and not overwrites, overwrites, names)
@@ -295,6 +291,51 @@ def _fuse(
                     break
         made[op.name] = fused
     return list(made.values())
+
+
+def _concatenations(
+    operations: Sequence[Operation],
+    shapes: Mapping[str, tuple[int, ...]],
+    outputs: Iterable[str],
+) -> list[Operation]:
+    """Concatenate codes: what maps read, or what they have made for the next block.
+
+    All else is concatenated in float: scores of attention and masks, which may be infinite, or
+    the halves that positions rotate.
+    """
+    made_by_maps = set[str]()
+    for op in operations:
+        moves = isinstance(op, ActOp) or _moves_or_concatenates(op)
+        if isinstance(op, MapOp) or (moves and not made_by_maps.isdisjoint(op.inputs)):
+            made_by_maps.add(op.name)
+    read, found = made_by_maps.intersection(outputs), list[Operation]()
+    for op in reversed(operations):
+        own = op
+        if op.name in read and isinstance(op, NodeOp):
+            own = _concatenation(op, shapes) or op
+        if isinstance(own, MapOp | CatOp):
+            read.update(own.inputs)
+        elif op.name in read and (isinstance(own, ActOp) or own.layout):
+            read.update(own.inputs[:1])
+        found.append(own)
+    return found[::-1]
+
+
+def _moves_or_concatenates(op: Operation) -> bool:
+    return isinstance(op, NodeOp) and (op.layout or op.nodes[-1].target in _CONCATENATIONS)
+
+
+def _concatenation(op: NodeOp, shapes: Mapping[str, tuple[int, ...]]) -> CatOp | None:
+    """The same of images, if that is what it is."""
+    (*makers, node) = op.nodes
+    are_images = len(shapes.get(op.name, ())) == 4 and shapes.keys() >= set(op.inputs)
+    if makers or not are_images or node.target not in _CONCATENATIONS:
+        return None
+    given = arguments(node, "tensors", "dim")
+    parts, dim = given["tensors"], given.get("dim", given.get("axis", 0))
+    if not (isinstance(parts, list | tuple) and isinstance(dim, int)):
+        return None
+    return CatOp(op.name, tuple(op.names[part] for part in parts), dim)
 
 
 def _norm(op: Operation, block: nn.Module) -> str | None:

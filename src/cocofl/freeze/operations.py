@@ -146,7 +146,7 @@ class LoweredBlock:
     whole: Any = None
     """If the block stays one operation, the structure of what it returns; () for one value."""
     returns: type | None = None
-    """The class of what it returns, if that is a dict with attributes."""
+    """The class of what it returns, if that is a dataclass."""
     learned: dict[str, str] = field(default_factory=dict)
     """Values that are parameters which learn though the block is frozen, with their keys."""
     drops: bool = False

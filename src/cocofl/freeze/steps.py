@@ -364,7 +364,7 @@ class NodeStep(Step):
 
 
 def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _raw(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import operator
 import warnings
 from collections.abc import Callable, Mapping
@@ -54,15 +55,20 @@ def _taken_apart(graph: fx.Graph, node: fx.Node, structure: Any) -> Any:
 
     if isinstance(structure, dict):
         return {key: part(key) for key in structure}
-    return type(structure)(part(i) for i in range(len(structure)))
+    return _in_order(type(structure), [part(i) for i in range(len(structure))])
+
+
+def _in_order(kind: type, parts: list[Any]) -> Any:
+    """A list, a tuple, or one with names."""
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 def _structure(value: Any) -> Any:
     """The tuples, lists and dicts that a result consists of, with None for what they hold."""
     if isinstance(value, Tensor) or _is_plain(value):
         return None
-    if type(value) in {tuple, list}:
-        return type(value)(_structure(part) for part in value)
+    if type(value) in {tuple, list} or hasattr(type(value), "_fields"):
+        return _in_order(type(value), [_structure(part) for part in value])
     if isinstance(value, dict):
         return {key: _structure(part) for key, part in value.items()}
     raise CannotLower(
@@ -130,7 +136,7 @@ class SeenBlock:
     whole: Any
     channels_last: bool
     returns: type | None
-    """The class of its result, if that is a dict with attributes."""
+    """The class of its result, if that is a dataclass."""
 
 
 def seen_on(index: int, block: nn.Module, arguments: list[Any]) -> SeenBlock:
@@ -165,7 +171,7 @@ def _watched(traced: fx.GraphModule, arguments: list[Any], whole: Any) -> SeenBl
         result = watch.run(*own)
         if not any(node in watch.bundles for node in graph.output_node().all_input_nodes):
             return SeenBlock(traced, graph, watch, own, result, whole, fast, returns)
-        if isinstance(result, dict) and hasattr(type(result), "__dataclass_fields__"):
+        if dataclasses.is_dataclass(result):
             returns = type(result)
         _return_single_values(graph, watch.bundles)
 
@@ -185,6 +191,8 @@ def _return_single_values(graph: fx.Graph, bundles: dict[fx.Node, Any]) -> None:
     output = graph.output_node()
 
     def apart(node: fx.Node) -> Any:
+        if dataclasses.is_dataclass(node.target) and not isinstance(bundles[node], dict):
+            return mapped(dict(node.kwargs), apart)
         return _taken_apart(graph, node, _structure(bundles.get(node)))
 
     with graph.inserting_before(output):
@@ -235,8 +243,8 @@ def mapped(structure: Any, of: Callable[[fx.Node], Any]) -> Any:
     if isinstance(structure, list):
         return [mapped(part, of) for part in structure]
     if isinstance(structure, tuple):
-        parts = [mapped(part, of) for part in structure]
-        return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+        kind = type(structure) if hasattr(structure, "_fields") else tuple
+        return _in_order(kind, [mapped(part, of) for part in structure])
     return structure
 
 

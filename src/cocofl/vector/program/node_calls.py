@@ -216,7 +216,7 @@ def _has_modes(node: fx.Node, piece: Piece) -> bool:
 def _other(x: Tensor) -> Tensor:
     """Other values of the same shape and kind."""
     rolled = x.roll(1, 0) if x.ndim else x
-    return rolled * 0.9 + 0.1 if rolled.is_floating_point() else rolled
+    return rolled * 0.9 + 0.1 if rolled.is_floating_point() or rolled.is_complex() else rolled
 
 
 def _agrees(run: Callable[[], Tensor], expected: Tensor) -> bool:
@@ -227,11 +227,11 @@ def _agrees(run: Callable[[], Tensor], expected: Tensor) -> bool:
             result = run()
     except (RuntimeError, ValueError, IndexError, AssertionError, TypeError, UserWarning):
         return False
-    return (
-        isinstance(result, Tensor)
-        and result.shape == expected.shape
-        and torch.allclose(result.double(), expected.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
-    )
+    if not isinstance(result, Tensor) or result.shape != expected.shape:
+        return False
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    one, other = result.to(wide), expected.to(wide)
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def values_on_example(
