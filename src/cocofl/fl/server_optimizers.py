@@ -108,7 +108,7 @@ class ServerStep:
         check_number("server.tau", self.tau, above=0)
 
     def on_top_of(self, merge: Merge) -> Merge:
-        """A strategy's merge with the server's own step after it, or before what that holds back."""
+        """A strategy's merge after which the server takes its own step."""
         if self.optimizer == NONE:
             return merge
         if isinstance(merge, ServerOptimizer) and merge.follows_another:
