@@ -32,7 +32,7 @@ from cocofl.fl.strategies import STRATEGIES
 from cocofl.report.drawing import bare, new_figure
 from cocofl.report.findings import summary
 from cocofl.report.palette import line_colours
-from cocofl.report.ranking import ranked, took_part
+from cocofl.report.ranking import places_of, took_part
 from cocofl.report.runs import Line, Scene, arrange, find_runs
 
 FILES = [Path(f"experiments/league/{name}.toml") for name in ("digits", "fashion_mnist")]
@@ -72,8 +72,8 @@ def mean_places(scenes: Sequence[Scene]) -> dict[str, float]:
     """By strategy that obeys budgets and was played everywhere, its mean place, the best first."""
     places: dict[str, list[int]] = {}
     for scene in scenes:
-        for place, line in enumerate(ranked(scene), 1):
-            places.setdefault(line.strategy, []).append(place)
+        for name, place in places_of(scene).items():
+            places.setdefault(name, []).append(place)
     played = {name: found for name, found in places.items() if len(found) == len(scenes)}
     means = {name: float(np.mean(found)) for name, found in played.items()}
     return dict(sorted(means.items(), key=lambda item: item[1]))

@@ -37,6 +37,7 @@ STACKED: dict[str, dict[str, Any]] = {
     # Much is stable, so that there is something to see.
     "apf": {"strategy.threshold": 0.9, "strategy.ema": 0.5, "rounds": 4, "devices.groups": SLOW},
 }
+MOVED: dict[str, Any] = {**STACKED["apf"], "server.optimizer": "fedavgm"}
 ALONE: dict[str, dict[str, Any]] = {
     "layerout": {"devices.groups": [{"name": "any", "time": 0.8}]},
     "slt": {"strategy.each": 1, "rounds": 2},
@@ -167,9 +168,12 @@ def cut_and_resumed(own: Experiment, make: Any, path: Path) -> Run:
     return whole
 
 
+@pytest.mark.parametrize("options", [STACKED["apf"], MOVED])
 @pytest.mark.parametrize("make", [InProcess, lambda: CohortExecutor("cpu")])
-def test_what_is_frozen_stays_so_after_an_interruption(make: Any, tmp_path: Path) -> None:
-    whole = cut_and_resumed(experiment("apf", STACKED["apf"]), make, tmp_path)
+def test_what_is_frozen_stays_so_after_an_interruption(
+    make: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = cut_and_resumed(experiment("apf", options), make, tmp_path)
     uploads = [record.bytes_up / record.count("merged") for record in whole.rounds]
     assert uploads[-1] < 0.95 * uploads[0], "what is frozen is not sent"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from tests.engine.test_own_strategies import TINY, ToFloat64, distance
 from tests.extensions import write_extensions
 
 
-def exact(num_classes: int, *, width: float = 1.0) -> tuple[nn.Module, torch.Tensor]:
+def exact(
+    num_classes: int, *, width: float = 1.0, norm: type[nn.Module] = nn.BatchNorm2d
+) -> tuple[nn.Module, torch.Tensor]:
     """In float64 with norm statistics, so that engines may be compared."""
     wide = round(12 * width)
-    layers = [ToFloat64(), nn.Conv2d(1, wide, 3, bias=False), nn.BatchNorm2d(wide), nn.ReLU()]
-    layers += [nn.Conv2d(wide, wide, 3, bias=False), nn.BatchNorm2d(wide), nn.ReLU()]
+    layers = [ToFloat64(), nn.Conv2d(1, wide, 3, bias=False), norm(wide), nn.ReLU()]
+    layers += [nn.Conv2d(wide, wide, 3, bias=False), norm(wide), nn.ReLU()]
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(wide, num_classes)]
     network = nn.Sequential(*layers).double()
     return network, torch.rand(4, 1, 8, 8)
@@ -36,15 +39,14 @@ def importable(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("extensions")
     write_extensions(folder)
     monkeypatch.setitem(MODELS, "exact_with_norms", exact)
+    monkeypatch.setitem(MODELS, "exact_without_norms", partial(exact, norm=nn.Identity))
     monkeypatch.syspath_prepend(str(folder))
 
 
 def experiment(strategy: dict[str, Any], **merge: Any) -> Experiment:
-    # A second round of FjORD needs float32: its new statistics are kept so.
-    rounds = 1 if strategy["name"] == "fjord" else 3
     sizes = {
         "model": {"name": "exact_with_norms"},
-        "rounds": rounds,
+        "rounds": 3,
         "devices": {"count": 8, "per_round": 5},
         "data": {"split": "dirichlet", "equal": False},
     }
@@ -91,6 +93,12 @@ def test_both_engines_give_the_same(
     assert distance(serial, cohort) < 1e-9
     plain = simulate(experiment(strategy), out=tmp_path / "plain", executor=InProcess())
     assert distance(serial, plain) > 1e-6, "it makes a difference"
+
+
+def test_a_network_of_many_widths_needs_no_norm_statistics(tmp_path: Path) -> None:
+    own = experiment({"name": "fjord"}, rules=["norm-clip"])
+    serial, cohort = both(own.changed({"model.name": "exact_without_norms"}), tmp_path)
+    assert distance(serial, cohort) < 1e-9
 
 
 def test_scales_are_merged_alike(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from cocofl.fl.privacy import Bounds, Privacy, PrivateMean, privately, seeded_no
 from cocofl.fl.server_optimizers import SERVER_OPTIMIZERS, ServerStep
 from cocofl.fl.state import Contribution, ServerState
 from cocofl.fl.strategies import STRATEGIES
+from cocofl.fl.strategies.apf import FreezeStable
 
 ROUNDS: list[list[tuple[int, float]]] = [
     [(30, 0.4), (10, -0.2)],
@@ -103,6 +104,24 @@ def test_a_strategy_that_has_a_server_optimizer_takes_no_second(
     monkeypatch.setitem(STRATEGIES, "plain", STRATEGIES["fedavg-full"])
     job = Setup(Experiment().changed({"server.optimizer": "fedyogi"})).job()
     assert type(job.strategy.merge).__name__ == "FedYogi"
+
+
+@pytest.mark.parametrize("name", SERVER_OPTIMIZERS[1:])
+def test_what_a_strategy_holds_back_stays_whatever_step_comes_before(name: str) -> None:
+    step = ServerStep(name)
+    held, free = step.on_top_of(FreezeStable(0.9, 0.5, 1)), step.on_top_of(Mean())
+    one = other = ServerState({"w": torch.zeros(4, dtype=torch.float64)})
+    frozen = torch.zeros(4)
+    for number in range(6):
+        before, frozen = one.parts["w"], one.memory.get("frozen", {}).get("w", frozen) > 0
+        # The first two elements get somewhere, the others move to and fro.
+        ways = torch.tensor([1.0, 2.0, (-1.0) ** number, 3 * (-1.0) ** number])
+        sent = torch.where(frozen, before, before + ways)
+        one = held(one, [Contribution({"w": sent}, 1)], number)
+        other = free(other, [Contribution({"w": other.parts["w"] + ways}, 1)], number)
+        assert torch.equal(one.parts["w"][frozen], before[frozen])
+    assert torch.equal(one.parts["w"][:2], other.parts["w"][:2])
+    assert not bool((one.parts["w"][2:] == other.parts["w"][2:]).any())
 
 
 @pytest.mark.parametrize(

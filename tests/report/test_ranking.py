@@ -10,7 +10,7 @@ import pytest
 from bench.report import made_up_run
 
 from cocofl.report.findings import WORST, curve, known_axes, summary
-from cocofl.report.ranking import overall_table, ranked, ranking_table
+from cocofl.report.ranking import overall_table, places, ranked, ranking_table
 from cocofl.report.runs import Scene, arrange, find_runs
 from cocofl.report.writing import write_report
 
@@ -37,6 +37,11 @@ def test_the_best_of_those_who_obey_budgets_is_first(scenes):
     found = [float(text) for text in column(table, "accuracy / %")]
     assert found == sorted(found, reverse=True)
     assert column(table, "rank") == ["1", "2", "3", "4"]
+
+
+def test_who_is_equally_good_has_the_same_place(scenes):
+    first, second, third, _ = ranked(scenes[0])
+    assert places([first, second, second, third]) == [1, 2, 2, 4]
 
 
 def test_what_it_takes_is_counted_until_the_goal_is_first_reached(scenes):

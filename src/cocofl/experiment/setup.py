@@ -202,9 +202,8 @@ class Setup:
         measures = self.facts.uploads == SLICES or not self.strategy.tracks_statistics
         if measures and len(bounds.shapes) > len(bounds.learned):
             raise InvalidExperiment(
-                f"privacy is on, but devices of {name!r} measure norm statistics of several "
-                "widths, which no noise covers; take a network without BatchNorm, or another "
-                "strategy"
+                f"privacy is on, but no noise covers what devices of {name!r} measure of norms; "
+                "take a network without BatchNorm, or another strategy"
             )
         if job.rules is not None:
             raise InvalidExperiment(

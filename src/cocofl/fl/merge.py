@@ -161,6 +161,8 @@ class ServerOptimizer(Merge):
 
     remembers: ClassVar[tuple[str, ...]] = ()
     """The names of its memories; each begins with zeros."""
+    follows_another: ClassVar[bool] = False
+    """Whether it only holds back what moves, so that a step by ``[server]`` may come before it."""
     merge: Merge = Mean()
     """What devices agreed on."""
 

@@ -68,7 +68,7 @@ class MergedByRules:
         for part in self._state.layout.parts_of(contribution):
             kept = self._measured if part.measured else self._sent
             kept.setdefault(part.name, {})[device] = self._kept(contribution, part)
-            self._like[part.name] = self._state.parts.get(part.name, part.values.float())
+            self._like[part.name] = self._state.parts.get(part.name, part.values)
         self._state = self._state.remembering(contribution)
 
     def _kept(self, contribution: Contribution, part: Part) -> _Sent:

@@ -108,9 +108,11 @@ class ServerStep:
         check_number("server.tau", self.tau, above=0)
 
     def on_top_of(self, merge: Merge) -> Merge:
-        """A strategy's merge with the server's own step after it."""
+        """A strategy's merge after which the server takes its own step."""
         if self.optimizer == NONE:
             return merge
+        if isinstance(merge, ServerOptimizer) and merge.follows_another:
+            return merge.over(self.on_top_of(merge.merge))
         if isinstance(merge, ServerOptimizer):
             raise InvalidExperiment(
                 f"server.optimizer is {self.optimizer!r}, but the strategy brings "

@@ -192,14 +192,16 @@ class StackedLayout(Layout):
         return self._pieces(name)
 
     def _pieces_of(self, name: str) -> list[Piece]:
-        kind = name.partition("@")[0]
+        kind, _, width = name.partition("@")
         if kind not in self._slots:
             kind_of_values = "scales" if name == SCALES else kind_of(name)
             group = Group(self.block_of.get(name, -1), learned=False)
             return [Piece(group, slice(None), kind_of_values)]
         found: dict[int, Piece] = {}
         for key, slot in self._slots[kind].by_key.items():
-            group, where = Group(slot.block, kind == PARAMETERS), slice(slot.start, slot.stop)
+            # Statistics of a narrower network are in no block, as under their keys.
+            group = Group(-1 if width else slot.block, kind == PARAMETERS)
+            where = slice(slot.start, slot.stop)
             found.setdefault(slot.start, Piece(group, where, kind_of(key)))
         return list(found.values())
 
@@ -346,7 +348,8 @@ class StackedLayout(Layout):
         if is_whole and self._slots[STATISTICS].size:
             parts.append(Part(STATISTICS, statistics, blocks=blocks))
             size += self._bytes(STATISTICS, width, blocks)
-        for at, row in trained.statistics.items():
+        levels = trained.statistics if self._slots[STATISTICS].size else {}
+        for at, row in levels.items():
             parts.append(Part(statistics_part(widths[at]), row, measured=widths[at] < 1.0))
             size += self._bytes(STATISTICS, widths[at], blocks)
         size += sum(t.nbytes for key, t in constants.items() if self.block_of[key] in blocks)

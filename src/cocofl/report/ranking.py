@@ -25,6 +25,18 @@ def ranked(scene: Scene) -> list[Line]:
     return sorted(rivals, key=lambda line: -metric.merit(_mean(line, metric)))
 
 
+def places(lines: Sequence[Line]) -> list[int]:
+    """The places of ranked lines: those that are equally good have the same."""
+    merits = [round(line.metric.merit(_mean(line, line.metric)), 9) for line in lines]
+    return [1 + merits.index(merit) for merit in merits]
+
+
+def places_of(scene: Scene) -> dict[str, int]:
+    """The places of a scene by strategy."""
+    lines = ranked(scene)
+    return {line.strategy: place for line, place in zip(lines, places(lines), strict=True)}
+
+
 def _mean(line: Line, metric: MetricFacts) -> float:
     return summary(line).scores[metric.name].mean
 
@@ -37,8 +49,8 @@ def ranking_table(scene: Scene) -> TextTable | None:
     rows, curves = [summary(line) for line in lines], [curve(line) for line in lines]
     goal = _goal(_mean(lines[0], metric), metric)
     columns = {
-        "rank": [str(place) for place in range(1, len(lines) + 1)],
         "strategy": [row.label for row in rows],
+        "rank": [str(place) for place in places(lines)],
         metric.heading: [row.scores[metric.name].text(metric) for row in rows],
     }
     if scene.groups:
@@ -95,18 +107,18 @@ def overall_table(scenes: Sequence[Scene]) -> TextTable | None:
 
     A method counts where it was played in all scenes.
     """
-    places = [{line.strategy: i for i, line in enumerate(ranked(s), 1)} for s in scenes]
-    everywhere = [name for name in places[0] if all(name in one for one in places)]
+    found = [places_of(scene) for scene in scenes]
+    everywhere = [name for name in found[0] if all(name in one for one in found)]
     if len(scenes) < 2 or len(everywhere) < FEWEST:
         return None
-    mean = {name: float(np.mean([one[name] for one in places])) for name in everywhere}
+    mean = {name: float(np.mean([one[name] for one in found])) for name in everywhere}
     names = sorted(everywhere, key=lambda name: mean[name])
     columns = {
         "strategy": names,
         "mean rank": [f"{mean[name]:.1f}" for name in names],
         **{
             scene.title: [str(place[name]) for name in names]
-            for scene, place in zip(scenes, places, strict=True)
+            for scene, place in zip(scenes, found, strict=True)
         },
     }
     return TextTable.of("All scenes", columns)

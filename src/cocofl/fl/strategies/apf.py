@@ -55,9 +55,10 @@ class FreezeStable(ServerOptimizer):
     memory_share: float
     every: int
     remembers: ClassVar = ("mean", "size", "moved", "period", "thaw", "frozen")
+    follows_another: ClassVar = True
 
     def move(self, old: Tensor, agreed: Tensor, memory: Tensors, round_index: int) -> Tensor:
-        """What devices agreed on, but for what is frozen."""
+        """What was agreed on, but for what is frozen."""
         was_frozen = memory["frozen"] > 0
         new, next_round = torch.where(was_frozen, old, agreed), round_index + 1
         memory["moved"] = memory["moved"] + (new - old)
