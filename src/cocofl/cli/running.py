@@ -155,8 +155,10 @@ def compare(
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
     experiment = read_experiment(file, changes, QUICK if file is None else {}, trust=trust)
-    everything = words(strategies) == [ALL]
-    names = list(STRATEGIES) if everything else words(strategies)
+    wanted = words(strategies)
+    everything = ALL in wanted
+    # One's own beside all of them, each once.
+    names = list(dict.fromkeys(o for w in wanted for o in (STRATEGIES if w == ALL else [w])))
     vouch_for(*names)
     grid = QUICK_GRID if lr_grid is None and file is None else numbers(lr_grid or "", "--lr-grid")
     if not out.exists():
