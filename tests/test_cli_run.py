@@ -104,7 +104,7 @@ def test_compare_plays_all_that_suit_a_network_under_every_budget(
     some = {name: STRATEGIES[name] for name in ("cocofl", "heterofl", "fedavg")}
     monkeypatch.setattr("cocofl.cli.running.STRATEGIES", some)
     (tmp_path / "plain_model.py").write_text(PLAIN_MODEL)
-    words = ["--strategies", "all", "--budgets", "paper,limited:0.5", "--seeds", "1"]
+    words = ["--strategies", "fedavg,all", "--budgets", "paper,limited:0.5", "--seeds", "1"]
     words += ["--set", "model.name=plain_model:plain", "--no-report"]
     done = call("compare", "tiny.toml", *words, "--out", "league", "--json")
     assert done.returncode == 0, done.stderr

@@ -123,7 +123,7 @@ def test_a_strategy_is_played_under_the_budgets_that_suit_it(tmp_path: Path) -> 
     found = {str(run.path.relative_to(tmp_path)) for run in runs}
     everywhere = {f"{b}/{s}/cocofl/seed0" for b in ("paper", "phones-2024") for s in ("iid", "rc")}
     assert found == everywhere | {"paper/iid/fedavg/seed0", "paper/rc/fedavg/seed0"}
-    assert left_out == ["fedavg in phones-2024/iid", "fedavg in phones-2024/rc"]
+    assert left_out == ["fedavg in phones-2024/iid, phones-2024/rc"]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,31 @@ def test_what_is_wrong_with_the_experiment_is_no_reason_to_leave_strategies_out(
             leave_out=lambda name, _why: said.append(name),
         )
     assert not said
+
+
+@pytest.mark.parametrize(
+    ("budget", "why"),
+    [("phones", "devices.groups is 'phones'"), ("phones-2024", "3 devices cannot form 4 groups")],
+)
+def test_budgets_that_are_wrong_leave_no_strategies_out(
+    budget: str, why: str, tmp_path: Path
+) -> None:
+    """Not even where others are right."""
+    said: list[str] = []
+    with pytest.raises(CocoflError, match=why):
+        compare(
+            TINY.changed({"devices.count": 3, "devices.per_round": 3}),
+            strategies=["cocofl", "heterofl"],
+            seeds=[0],
+            out=tmp_path / "runs",
+            splits=["iid"],
+            lr_grid=[],
+            resume=False,
+            budgets=["paper", budget],
+            leave_out=lambda name, _why: said.append(name),
+        )
+    assert not said
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_seed_of_trials_is_never_reported(tmp_path: Path) -> None:

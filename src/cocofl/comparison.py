@@ -23,7 +23,7 @@ from cocofl.experiment import (
     places_of,
     simulate_batch,
 )
-from cocofl.experiment.setup import strategy_options
+from cocofl.experiment.setup import devices_of, strategy_options
 from cocofl.fl.strategies import STRATEGIES
 from cocofl.named import lookup
 
@@ -62,6 +62,8 @@ def compare(
     """
     _check(experiment, strategies, splits, lr_grid, seeds)
     scenes = _scenes(experiment, splits, budgets)
+    for scene in scenes.values():
+        devices_of(scene)
     suitable = _suitable(scenes, strategies, load_data(experiment), leave_out)
     played: list[Run] = []
     # Spread over several GPUs, runs are played by processes that have executors of their own.
@@ -132,7 +134,7 @@ def _suitable(
 ) -> dict[Path, dict[str, float]]:
     """By folder the strategies that can be played there, and how often each merges in a round.
 
-    Nothing is trained yet. What is wrong with a strategy everywhere is said once.
+    Nothing is trained yet. What is wrong with a strategy in several places is said once.
     """
     found: dict[Path, dict[str, float]] = {place: {} for place in scenes}
     unsuitable: dict[str, str] = {}
@@ -154,10 +156,10 @@ def _suitable(
                 continue
             arrival, updates = job.strategy.arrival, scene.devices.per_round
             found[place][strategy] = 1.0 if arrival is None else updates / arrival.buffer
-        if len(wrong) == len(scenes) and len({*wrong.values()}) == 1:
-            wrong = {Path(): next(iter(wrong.values()))}
-        for place, why in wrong.items():
-            unsuitable[f"{strategy} in {place}" if place.name else strategy] = why
+        for why in dict.fromkeys(wrong.values()):
+            where = [str(place) for place, one in wrong.items() if one == why]
+            is_everywhere = len(where) == len(scenes)
+            unsuitable[strategy if is_everywhere else f"{strategy} in {', '.join(where)}"] = why
     if not any(found.values()) and len({*unsuitable.values()}) == 1:
         raise InvalidExperiment(next(iter(unsuitable.values())))  # nothing is wrong with strategies
     if leave_out is not None:

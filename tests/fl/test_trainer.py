@@ -16,7 +16,9 @@ from cocofl.errors import InvalidSetting
 from cocofl.fl.batches import mini_batches, n_batches, tensors
 from cocofl.fl.merge import Mean
 from cocofl.fl.spans import SpanWork
-from cocofl.fl.trainer import Trainer, TrainerSpec
+from cocofl.fl.strategies.distreal import DroppingWork
+from cocofl.fl.strategies.helios import SoftWork
+from cocofl.fl.trainer import Trainer, TrainerSpec, Work
 from cocofl.fl.training import Training
 from cocofl.fl.widths import OrderedWork, StatisticsWork, WidthWork
 from cocofl.freeze.layout import channels_first
@@ -249,9 +251,13 @@ def odd(num_classes: int, width: float = 1.0) -> tuple[nn.Module, Tensor]:
     return Odd(num_classes, width), torch.rand(4, 1, 8, 8)
 
 
-@pytest.mark.parametrize("work", [WidthWork(0.5), OrderedWork((0.5, 1.0))])
+@pytest.mark.parametrize(
+    "work",
+    [WidthWork(0.5), OrderedWork((0.5, 1.0)), DroppingWork(0.5), SoftWork(0.5, top=0.5)],
+    ids=lambda work: type(work).__name__,
+)
 def test_narrower_networks_keep_weights_tied_and_whole_numbers_whole(
-    work: WidthWork | OrderedWork, digits: data.DataSet
+    work: Work, digits: data.DataSet
 ) -> None:
     subject = Subject(f"{__name__}:odd", 16, 10)
     trainer = Trainer(TrainerSpec(subject, Training(batch=16), digits.train, digits.test))
@@ -262,5 +268,6 @@ def test_narrower_networks_keep_weights_tied_and_whole_numbers_whole(
     assert not torch.equal(after["one.weight"], before.tensors["one.weight"])
     # Where a cut lies between the two layers, the first one's block has the weight for both.
     assert torch.equal(after["one.weight"], after.get("two.weight", after["one.weight"]))
+    assert {key for key in after if not key.startswith("widths.")} == before.tensors.keys()
     assert [key for key in after if key.endswith("order")] == ["order"]
     assert torch.equal(after["order"], before.tensors["order"])

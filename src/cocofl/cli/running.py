@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -155,8 +156,8 @@ def compare(
     Example: cocofl compare --strategies cocofl,heterofl --seeds 1 --out runs/two
     """
     experiment = read_experiment(file, changes, QUICK if file is None else {}, trust=trust)
-    everything = words(strategies) == [ALL]
-    names = list(STRATEGIES) if everything else words(strategies)
+    asked = words(strategies)
+    names = _each_once(asked)
     vouch_for(*names)
     grid = QUICK_GRID if lr_grid is None and file is None else numbers(lr_grid or "", "--lr-grid")
     if not out.exists():
@@ -177,7 +178,7 @@ def compare(
                 watch=trackers.watch,
                 announce=bar.announce,
                 budgets=words(budgets),
-                leave_out=_say_left_out if everything else None,
+                leave_out=_say_left_out if ALL in asked else None,
             )
         drawn = report_of(out) if page else ""
     if as_json:
@@ -224,6 +225,12 @@ def fail_if_nothing_was_merged(runs: Sequence[Run]) -> None:
         )
     if empty:
         raise typer.Exit(1)
+
+
+def _each_once(asked: Sequence[str]) -> list[str]:
+    """The strategies that are asked for: all of them, and any of one's own beside them."""
+    found = (STRATEGIES if name == ALL else (name,) for name in asked)
+    return list(dict.fromkeys(chain.from_iterable(found)))
 
 
 def _say_left_out(strategy: str, reason: str) -> None:

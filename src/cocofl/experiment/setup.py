@@ -104,6 +104,28 @@ def strategy_options(experiment: Experiment) -> tuple[dict[str, Any], LowRank | 
     return options, low_rank_of(options, known)
 
 
+def devices_of(experiment: Experiment) -> Devices:
+    """The devices and their groups."""
+    return make_devices(experiment.devices.count, _groups_of(experiment), seed=experiment.seed)
+
+
+def _groups_of(experiment: Experiment) -> Sequence[Group]:
+    groups = experiment.devices.groups
+    if isinstance(groups, str) and groups in POPULATIONS:
+        return POPULATIONS[groups]
+    if isinstance(groups, str) and groups.startswith("limited:"):
+        try:
+            return limited_groups(float(groups.removeprefix("limited:")))
+        except ValueError as error:
+            raise InvalidExperiment(f"devices.groups is {groups!r}: {error}") from error
+    if isinstance(groups, list) and groups and all(isinstance(g, Mapping) for g in groups):
+        return groups_from(groups)
+    raise InvalidExperiment(
+        f"devices.groups is {groups!r}; expected {', '.join(map(repr, POPULATIONS))}, "
+        "'limited:0.25', or a list of tables with name, share, time, memory, upload or trace"
+    )
+
+
 def _strategy_made_by(experiment: Experiment) -> Callable[..., Strategy]:
     return lookup(experiment.strategy.name, STRATEGIES, "strategy", InvalidExperiment)
 
@@ -260,9 +282,7 @@ class Setup:
     @cached_property
     def devices(self) -> Devices:
         """The devices and their groups."""
-        return make_devices(
-            self.experiment.devices.count, self._groups(), seed=self.experiment.seed
-        )
+        return devices_of(self.experiment)
 
     @cached_property
     def partition(self) -> Partition:
@@ -323,22 +343,6 @@ class Setup:
                 "of a round for norm statistics: let them send these (tracks_statistics)"
             )
         return made
-
-    def _groups(self) -> Sequence[Group]:
-        groups = self.experiment.devices.groups
-        if isinstance(groups, str) and groups in POPULATIONS:
-            return POPULATIONS[groups]
-        if isinstance(groups, str) and groups.startswith("limited:"):
-            try:
-                return limited_groups(float(groups.removeprefix("limited:")))
-            except ValueError as error:
-                raise InvalidExperiment(f"devices.groups is {groups!r}: {error}") from error
-        if isinstance(groups, list) and groups and all(isinstance(g, Mapping) for g in groups):
-            return groups_from(groups)
-        raise InvalidExperiment(
-            f"devices.groups is {groups!r}; expected {', '.join(map(repr, POPULATIONS))}, "
-            "'limited:0.25', or a list of tables with name, share, time, memory, upload or trace"
-        )
 
     def _central(self) -> Federation:
         """One device with all the data."""

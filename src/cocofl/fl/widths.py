@@ -161,7 +161,8 @@ class OrderedWork:
         losses = self._losses(trainer, task, scores)
         loss = trainer.training.descend(parameters.values(), losses, task.lr)
         keys = parameter_keys(trainer.model(widest)).items()
-        sent = {key: parameters[first].detach() for key, first in keys}
+        # The server has a weight that several blocks share under its first key.
+        sent = {key: parameters[first].detach() for key, first in keys if key in state.tensors}
         for width, own in buffers.items():
             # What is counted, like mini-batches or positions, is no statistic.
             floats = {key: t for key, t in own.items() if t.is_floating_point()}

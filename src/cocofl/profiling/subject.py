@@ -80,7 +80,7 @@ class Subject:
         if width is not None:
             if "width" not in inspect.signature(factory).parameters:
                 raise InvalidModel(
-                    f"{self.model} takes no width=, which HeteroFL and FjORD need: give its "
+                    f"{self.model} takes no width=, which narrower networks need: give its "
                     "factory a keyword `width`, a ratio in (0, 1], that scales its channels"
                 )
             arguments["width"] = width

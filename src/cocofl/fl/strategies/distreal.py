@@ -47,7 +47,7 @@ class DroppingWork:
         losses = self._losses(trainer, task, parameters)
         loss = trainer.training.descend(parameters.values(), losses, task.lr)
         keys = parameter_keys(full).items()
-        sent = {key: parameters[first].detach() for key, first in keys}
+        sent = {key: parameters[first].detach() for key, first in keys if key in state.tensors}
         return Contribution(sent, len(task.indices), loss)
 
     def _losses(

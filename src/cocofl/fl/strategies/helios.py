@@ -58,7 +58,7 @@ class SoftWork:
             return self.ranked(rng.permutation(n), memory[MOVED], memory[WAITED])
 
         at = places(full, narrow, order=order)
-        start = {key: state.tensors[key] for key in parameter_keys(full)}
+        start = {key: state.tensors[key] for key in parameter_keys(full) if key in state.tensors}
         net = trainer.whole_network({key: t[at[key]] for key, t in start.items()}, self.width)
         losses = (trainer.loss(net(inputs), labels) for inputs, labels in trainer.load(task))
         loss = trainer.training.descend(net.train().parameters(), losses, task.lr)
