@@ -152,6 +152,9 @@ class Given:
     label_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for what, values in (("inputs", self.inputs), ("labels", self.labels)):
+            if not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+                raise InvalidData(f"{self.where}: {what} are {values!r}; expected one per sample")
         counts = {len(self.inputs), len(self.labels)}
         if len(counts) > 1 or 0 in counts:
             raise InvalidData(

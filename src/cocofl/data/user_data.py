@@ -193,8 +193,11 @@ def _array(values: Any, where: str) -> Any:
 
 def _numpy(values: Tensor) -> Array:
     values = values.detach().cpu()
-    # NumPy has no bfloat16.
-    found: Array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    try:
+        # NumPy has no bfloat16.
+        found: Array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    except TypeError as error:
+        raise InvalidData(f"a tensor cannot be read as an array: {error}") from error
     return found
 
 
