@@ -281,6 +281,10 @@ def test_a_folder_of_images(root):
     (root / "photos/cat/odd.png").write_bytes(b"no image")
     with pytest.raises(InvalidData, match=r"cat/odd\.png is no readable image: expected PNG, JPEG"):
         data.load(f"{root}/photos")
+    for path in (root / "photos").glob("*/*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(InvalidData, match=r"photos/cat/\w+\.png is no readable image"):
+        data.load(f"{root}/photos")
 
 
 def write_csv(path):
@@ -446,7 +450,7 @@ def npy(array_header: bytes) -> bytes:
     ("content", "complaint"),
     [
         (npy(b"{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999, 9)}\n"), "has less"),
-        (npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}\n"), "has less"),
+        (npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}\n"), "holds Python objects"),
         (b"nothing", "cannot read"),
     ],
 )

@@ -131,6 +131,11 @@ class Images:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def names(self) -> list[str] | None:
+        """What errors call them, if each is a file."""
+        return [str(self.files[row]) for row in self.rows] if self.files else None
+
     def take(self, rows: Ints) -> Images:
         """Some of them."""
         return replace(self, rows=self.rows[rows])
