@@ -127,6 +127,20 @@ def test_what_cannot_be_profiled_is_said_at_once(
     assert not Path("t.json").exists()
 
 
+def test_a_function_that_takes_the_number_of_classes_has_to_be_given_it(call: Call) -> None:
+    Path("counted.py").write_text(
+        "import torch\n"
+        "def net(num_classes):\n"
+        "    layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, num_classes)\n"
+        "    return torch.nn.Sequential(*layers), torch.zeros(2, 4)\n"
+    )
+    words = ("profile", "counted:net", "--analytic", "--out", "t.json")
+    failed = call(*words)
+    assert failed.returncode == 2
+    assert "counted:net takes num_classes; say --classes, like --classes 10" in failed.stderr
+    assert call(*words, "--classes", "3").returncode == 0
+
+
 def test_other_hardware_is_a_warning_that_names_both(call: Call, tmp_path: Path) -> None:
     elsewhere = replace(Hardware.here(), cpu="Cortex-A72")
     shown = call("select", str(table_file(tmp_path / "table.json", elsewhere)), "--time", "1")

@@ -192,10 +192,11 @@ def test_what_a_model_cannot_do_is_said_with_the_way_out(tmp_path: Path) -> None
     config = json.loads((bert / "config.json").read_text())
     (bert / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
     assert hugging_face(f"hf:{bert}", task="causal-lm", shape=[7])._input_name == "input_ids"
-    with pytest.raises(
-        InvalidModel, match=r"have 21 tokens, .* 20 positions; say a smaller length"
-    ):
-        hugging_face(f"hf:{gpt2}", task="causal-lm", shape=[21])
+    for place, task in ((gpt2, "causal-lm"), (bert, "sequence-classification")):
+        with pytest.raises(
+            InvalidModel, match=r"have 21 tokens, .* 20 positions; say a smaller length"
+        ):
+            hugging_face(f"hf:{place}", task=task, shape=[21])
     with pytest.raises(InvalidModel, match=r"no network of its kind for this task"):
         hugging_face(f"hf:{gpt2}", task="image-classification")
     with pytest.raises(InvalidModel, match=r"t5 has .* a decoder, .* take an encoder like BERT"):

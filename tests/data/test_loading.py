@@ -366,7 +366,7 @@ def test_ones_own_function_needs_no_registration(tmp_path):
         ({"test": (np.zeros((2, 3)), [0, 1])}, "none to train on"),
         ({"train": (np.zeros((2, 3), complex), [0, 1])}, "inputs are complex128 of shape"),
         ({"train": (np.zeros((2, 3), int), [0])}, "2 inputs and 1 labels"),
-        ({"train": (np.zeros((2, 3), int), [None, 1])}, "a label is a NoneType"),
+        ({"train": (np.zeros((2, 3), int), [None, 1])}, "a label is missing"),
         ({"train": (np.full((2, 3), -1), [0, 0])}, "token ids must lie between"),
         ({"train": (np.zeros((1, 3), int), [0], [1, 2]), "test": ()}, "owners of shape"),
         (

@@ -118,6 +118,9 @@ def test_what_labels_are(labels, kind, names, first):
 
 
 def test_the_kind_can_be_said():
+    several = load((SERIES, np.eye(2)[[0, 1] * 5]), kind="multilabel")
+    assert several.facts.class_names == ("0", "1")
+    assert several.train.labels.sum(1).tolist() == [1] * len(several.train.labels)
     found = load((SERIES, [3, 4] * 5), kind="numbers")
     assert found.facts.labels == "numbers"
     assert sorted(set(found.train.labels.tolist())) == [3.0, 4.0]
@@ -278,6 +281,10 @@ def test_a_folder_of_images(root):
     (root / "photos/cat/odd.png").write_bytes(b"no image")
     with pytest.raises(InvalidData, match=r"cat/odd\.png is no readable image: expected PNG, JPEG"):
         data.load(f"{root}/photos")
+    for path in (root / "photos").glob("*/*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(InvalidData, match=r"photos/cat/\w+\.png is no readable image"):
+        data.load(f"{root}/photos")
 
 
 def write_csv(path):
@@ -370,6 +377,11 @@ def test_paths_and_names():
         ((np.zeros((4, 2)), [0, 1] * 2, [1.0, 2.0, 1.0, np.nan]), {}, "a sample has no owner"),
         ([(1.0, 0), (1.0, 0, 0)], {}, "sample 1 is a tuple of 3, sample 0 is a tuple of 2"),
         ([{"x": 1.0, "y": 0}, {"x": 1.0}], {}, "sample 1 is a dict of x, sample 0 is a dict of x"),
+        ((np.zeros((4, 2)), [0, 10**12] * 2), {}, "counted from 0, and a label is 1000000000000"),
+        ((np.zeros((4, 2)), ["a", None] * 2), {}, "a label is missing; expected a class"),
+        ((np.zeros((4, 2)), np.full((4, 2), 0.5)), {"kind": "multilabel"}, "labels are fractions"),
+        ((np.zeros((4, 2)), 3), {}, "labels are 3; expected one per sample"),
+        ((torch.zeros(4, 2).to_sparse(), [0, 1] * 2), {}, "a tensor cannot be read as an array"),
         (datasets.Dataset.from_dict({"a": [[1.0], [1.0, 2.0]], "label": [0, 1]}), {},
          "column a is an input, but has rows of different lengths; cut or pad them"),
     ],
@@ -438,7 +450,7 @@ def npy(array_header: bytes) -> bytes:
     ("content", "complaint"),
     [
         (npy(b"{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999, 9)}\n"), "has less"),
-        (npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}\n"), "has less"),
+        (npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}\n"), "holds Python objects"),
         (b"nothing", "cannot read"),
     ],
 )

@@ -199,10 +199,12 @@ def _check_member(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
         if read is None:
             raise ValueError(f"{member.filename} has format {version}")
         shape, _, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError(f"{member.filename} holds Python objects; expected numbers or text")
     count = 1
     for length in shape:  # whole numbers of any size, which do not overflow
         count *= int(length)
-    if dtype.hasobject or count * dtype.itemsize > member.file_size:
+    if count * dtype.itemsize > member.file_size:
         raise ValueError(f"{member.filename} announces {dtype} of shape {shape}, and has less")
 
 

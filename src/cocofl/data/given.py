@@ -131,6 +131,11 @@ class Images:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def names(self) -> list[str] | None:
+        """What errors call them, if each is a file."""
+        return [str(self.files[row]) for row in self.rows] if self.files else None
+
     def take(self, rows: Ints) -> Images:
         """Some of them."""
         return replace(self, rows=self.rows[rows])
@@ -152,6 +157,9 @@ class Given:
     label_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for what, values in (("inputs", self.inputs), ("labels", self.labels)):
+            if not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+                raise InvalidData(f"{self.where}: {what} are {values!r}; expected one per sample")
         counts = {len(self.inputs), len(self.labels)}
         if len(counts) > 1 or 0 in counts:
             raise InvalidData(

@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from cocofl.data.samples import IGNORED, Array, LabelKind
 from cocofl.errors import InvalidData
 
+MOST_CLASSES = 2**20
 MOST_CHARACTERS = 1000
 """Of the name of a class or an owner."""
+_MISSING = {"None", "nan", "<NA>", "NaT"}
 KINDS: tuple[LabelKind, ...] = get_args(LabelKind)
 
 
@@ -63,7 +65,13 @@ def read_labels(
         names = sorted_names(name for array in arrays.values() for name in array.ravel().tolist())
     arrays = {part: _codes(array, names, f"{where}, {part}") for part, array in arrays.items()}
     if not names:
-        names = _counted(1 + max(int(array.max()) for array in arrays.values()))
+        largest = max(int(array.max()) for array in arrays.values())
+        if largest >= MOST_CLASSES:
+            raise InvalidData(
+                f"{where}: classes are counted from 0, and a label is {largest}; give labels as "
+                'text, and each that is there is a class, or say kind = "numbers"'
+            )
+        names = _counted(1 + largest)
     return Labels("tokens" if chosen == "tokens" else "classes", tuple(names), arrays)
 
 
@@ -138,10 +146,12 @@ def _as_array(labels: Any, where: str) -> Array:
         values = array.tolist()
         if all(isinstance(value, str) for value in values):
             array = np.asarray(values, str)
-        elif not all(isinstance(value, list | tuple | set | np.ndarray) for value in values):
+        elif odd := [x for x in values if not isinstance(x, list | tuple | set | np.ndarray)]:
+            one = next((x for x in odd if not isinstance(x, str)), odd[0])
+            what = "missing" if str(one) in _MISSING else f"a {type(one).__name__}"
             raise InvalidData(
-                f"{where}: a label is a {type(values[0]).__name__}; expected a class (a whole "
-                "number or text), a list of classes, or numbers"
+                f"{where}: a label is {what}; expected a class (a whole number or text), a list of "
+                "classes, or numbers"
             )
     if array.dtype.kind not in "iufbUO" or array.ndim not in (1, 2) or array.size == 0:
         raise InvalidData(
@@ -175,8 +185,8 @@ def _kind_of(labels: Array, names: Sequence[str], text_length: int | None) -> La
 
 def _is_matrix(labels: Array, names: Sequence[str]) -> bool:
     """Whether each row has a 0 or a 1 for every class, and not the classes themselves."""
-    is_whole = labels.dtype.kind in "iub" and labels.ndim == 2
-    return is_whole and len(names) in (0, labels.shape[1]) and bool(np.isin(labels, (0, 1)).all())
+    is_matrix = labels.dtype.kind in "iufb" and labels.ndim == 2
+    return is_matrix and len(names) in (0, labels.shape[1]) and bool(np.isin(labels, (0, 1)).all())
 
 
 def _numbers(labels: Array, where: str) -> NDArray[np.float32]:
@@ -191,6 +201,8 @@ def _multilabel(arrays: Mapping[str, Array], names: Sequence[str], where: str) -
         width = next(iter(arrays.values())).shape[1]
         whole = {part: array.astype(np.int64) for part, array in arrays.items()}
         return Labels("multilabel", tuple(names) or _counted(width), whole)
+    if any(array.dtype.kind == "f" for array in arrays.values()):
+        raise InvalidData(f"{where}: labels are fractions; expected rows of 0 and 1 or of names")
     lists = {part: [_names_in(row, names, where) for row in a] for part, a in arrays.items()}
     known = tuple(names) or sorted_names(
         name for rows in lists.values() for r in rows for name in r

@@ -193,8 +193,11 @@ def _array(values: Any, where: str) -> Any:
 
 def _numpy(values: Tensor) -> Array:
     values = values.detach().cpu()
-    # NumPy has no bfloat16.
-    found: Array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    try:
+        # NumPy has no bfloat16.
+        found: Array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    except TypeError as error:
+        raise InvalidData(f"a tensor cannot be read as an array: {error}") from error
     return found
 
 
@@ -351,7 +354,8 @@ def _images(given: Mapping[str, Images], data: UserData, name: str) -> _Inputs:
     size = data.height_and_width
     if not size:
         train = given["train"]
-        size = images.size_of(next(iter(train.read(train.rows[:1]))), f"{name}, its first image")
+        first = next(iter(train.names or [f"{name}, its first image"]))
+        size = images.size_of(next(iter(train.read(train.rows[:1]))), first)
     shape = (size[0], size[1], data.channels)
     if size[0] * size[1] > images.MAX_PIXELS:
         raise InvalidData(f"{name}: images of {size[0]}x{size[1]} are more than can be read")
@@ -363,7 +367,7 @@ def _images(given: Mapping[str, Images], data: UserData, name: str) -> _Inputs:
             where=f"{name}, {part}",
             resize=bool(data.size),
             otherwise="Say size = … to scale all to one size.",
-            files=[str(own.files[row]) for row in own.rows] if own.files else None,
+            files=own.names,
         )
         return lambda: decoded(own.read(own.rows), shape)
 

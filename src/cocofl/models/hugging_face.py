@@ -173,7 +173,7 @@ def _check_length(network: Any, example: Tensor, name: str) -> None:
     try:
         with torch.no_grad():
             network.eval()(example)
-    except IndexError as error:
+    except (IndexError, RuntimeError) as error:  # RuntimeError: of BERT's table of sentences
         raise InvalidModel(
             f"the texts have {example.shape[1]} tokens, but the model {name} knows {most} "
             "positions; say a smaller length in [data.options]"

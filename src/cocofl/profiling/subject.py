@@ -118,10 +118,13 @@ class Subject:
         else:
             factory = lookup(self.model, MODELS, "model", InvalidModel)
         classes = self.num_classes
+        wanted = inspect.signature(factory).parameters.get("num_classes")
         if self.model in MODELS:
             classes = CLASSES.get(self.model, 10) if classes is None else classes
-        elif "num_classes" not in inspect.signature(factory).parameters:
+        elif wanted is None:
             classes = None
+        elif classes is None and wanted.default is wanted.empty:
+            raise InvalidModel(f"{self.model} takes num_classes; say --classes, like --classes 10")
         return factory, {} if classes is None else {"num_classes": classes}
 
     def _mini_batch(self, model: nn.Module, example: Any) -> Inputs:
