@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cocofl import BlockChain, CannotSplit, CocoflError, InvalidExample, split
+from cocofl.chain.graphs import called_with
 
 IMAGE = torch.rand(2, 8, 6, 6, generator=torch.Generator().manual_seed(1))
 TOKENS = torch.tensor([[3, 1, 4, 1, 0, 0], [2, 7, 1, 8, 2, 8]])
@@ -948,3 +949,15 @@ def test_what_is_no_ordinary_model_is_refused_with_the_way_out() -> None:
             split(model, x)
     lazy(x)
     assert len(split(lazy, x)) == 2
+
+
+def test_a_recurrent_layer_has_its_own_weights_again_after_it_was_lent_others() -> None:
+    """PyTorch's ``functional_call`` leaves it with those that were lent, and their graph."""
+    layer, x = nn.LSTM(3, 4), torch.randn(5, 2, 3)
+    others = {key: 2 * weight for key, weight in layer.named_parameters()}
+    alike = copy.deepcopy(layer)
+    alike.load_state_dict({key: weight.detach() for key, weight in others.items()})
+    before = layer(x)[0]
+    torch.testing.assert_close(called_with(layer, others, (x,))[0], alike(x)[0])
+    torch.testing.assert_close(layer(x)[0], before, rtol=0, atol=0)
+    copy.deepcopy(layer)

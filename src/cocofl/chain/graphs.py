@@ -247,3 +247,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [tensor for part in value for tensor in tensors_in(part)]
     return []
+
+
+def called_with(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """What a module makes of its arguments with other tensors in place of its own."""
+    try:
+        return torch.func.functional_call(module, dict(tensors), args, kwargs)
+    finally:
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase):
+                layer._init_flat_weights()  # PyTorch leaves it with the others

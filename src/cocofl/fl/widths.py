@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cocofl.chain.graphs import called_with
 from cocofl.fl.batches import Ints
 from cocofl.fl.stacked import (
     NotStacked,
@@ -210,7 +211,7 @@ def narrow_scores(
     model, blocks = trainer.model(width).train(), Network.of(trainer.chain(width)).lowered.blocks
     if not all(block.channels_last for block in blocks):
         inputs = channels_first(inputs)
-    result: Tensor = torch.func.functional_call(model, dict(tensors), inputs)
+    result: Tensor = called_with(model, tensors, (inputs,))
     return result
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.rnn import pad_sequence
 
+from cocofl.chain.graphs import called_with
 from cocofl.freeze.fusion import with_batch_statistics
 from cocofl.freeze.operations import ActOp, CatOp, LoweredBlock, NodeOp, Operation, node_function
 from cocofl.freeze.traced_blocks import copy_block
@@ -174,7 +174,7 @@ def _substituted(
         if node.op == "get_attr":
             return lambda: own[""]
         module = root.get_submodule(str(node.target))
-        return lambda *args, **kwargs: functional_call(module, own, args, kwargs)
+        return lambda *args, **kwargs: called_with(module, own, args, kwargs)
 
     return function
 
