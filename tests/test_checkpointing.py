@@ -48,6 +48,7 @@ def test_a_table_with_checkpointing_is_of_plain_training(tmp_path: Path) -> None
     assert "checkpointed" in found.describe()
 
 
+@pytest.mark.slow  # like that of bfloat16
 def test_a_measured_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "STEPS", 1)
     settings = Settings("cnn", 4, variant="f", threads=1, checkpoint=True)

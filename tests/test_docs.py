@@ -28,6 +28,7 @@ LENGTHY = {
     "guides/extend.md",
     "guides/extend-kernels.md",
     "guides/extend-parts.md",
+    "guides/reproduction.md",
     "guides/profiling.md",
     "guides/reports.md",
     "guides/simulation.md",

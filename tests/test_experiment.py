@@ -368,6 +368,7 @@ simulate(Experiment.load(sys.argv[1]), out=sys.argv[2], resume=True)
 """
 
 
+@pytest.mark.slow  # `make test-hostile` kills fifty
 def test_killed_at_any_moment_a_run_resumes_to_the_same_bits(
     tmp_path: Path, executor: InProcess
 ) -> None:

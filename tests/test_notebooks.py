@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+BY_NAME = [pytest.param(path, id=path.name) for path in NOTEBOOKS]
+LENGTHY = pytest.param(NOTEBOOKS[0], id=NOTEBOOKS[0].name, marks=pytest.mark.slow)
 
 
 @pytest.mark.filterwarnings("ignore")  # what Jupyter says of itself is its own
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [LENGTHY, *BY_NAME[1:]])
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "Jupyter is not installed: pip install nbclient ipykernel"
     nbclient = pytest.importorskip("nbclient", reason=why)
@@ -30,7 +32,7 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert any(cell.get("outputs") for cell in content.cells)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", BY_NAME)
 def test_a_notebook_is_kept_without_results(path: Path) -> None:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         assert not cell.get("outputs"), "clear the outputs before you commit"

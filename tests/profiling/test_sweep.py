@@ -62,6 +62,7 @@ def test_drift_is_what_the_anchors_around_say() -> None:
     assert drift([entry(False, 5)]) == [1.0]
 
 
+@pytest.mark.slow
 def test_a_tiny_network_takes_its_tensors_though_no_page_is_new(own: str, tmp_path: Path) -> None:
     folder = tmp_path / "workspace"
     prepare_apart(folder, Settings(own.replace("net", "tiny"), backend="reference", batch=8))
@@ -90,6 +91,7 @@ def test_one_configuration_in_a_fresh_process(own: str, tmp_path: Path) -> None:
     assert abs(again.cost.rss_bytes - cost.rss_bytes) < 1e6
 
 
+@pytest.mark.slow
 def test_a_configuration_that_cannot_be_measured_says_why(own: str, tmp_path: Path) -> None:
     folder = tmp_path / "workspace"
     with pytest.raises(ProfilingFailed, match="unknown model 'nonesuch'"):
