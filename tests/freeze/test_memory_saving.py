@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 from cocofl import Span, freeze, split
 from cocofl.freeze import Network
 from cocofl.freeze.memory_saving import relu_in_place
+from cocofl.models import MODELS
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, stride=2, padding=1)])
@@ -73,3 +77,27 @@ def test_relus_in_place_both_ways_change_no_number(second: bool) -> None:
         assert (ours is None) == (plain is None)
         if plain is not None:
             torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", [{}, {"checkpoint": True}, {"precision": "bfloat16"}], ids=str)
+def test_relus_in_place_give_the_same_bits(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales, which are measured beside it, too."""
+    module = sys.modules[relu_in_place.__module__]
+    torch.manual_seed(0)
+    x = MODELS["mobilenet"](10, tiny=True).example_input(8)
+    chain = split(MODELS["mobilenet"](10, tiny=True), x)
+    found = []
+    for worthwhile in (0, math.inf):
+        monkeypatch.setattr(module, "_WORTHWHILE", worthwhile)
+        net = freeze(chain, Span(0, len(chain)), backend="reference", **how).train()
+        for measured in (False, True):
+            if measured:
+                net.measure_scales()
+            torch.nn.functional.cross_entropy(net(x), torch.arange(8)).backward()
+        gradients = {key: p.grad for key, p in net.named_parameters()}
+        found.append(gradients | net.update().tensors)
+    ours, plain = found
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(ours[key], plain[key]) for key in plain)
