@@ -158,10 +158,11 @@ def save(runs: Path, out: Path) -> None:
         with packed(archive) as tar:
             for path in files:
                 # Numbers of a network hardly get smaller, so a file counts as it is.
-                if (room := room - path.stat().st_size) < 0:
+                if (size := path.stat().st_size) > room:
                     print("left out:", path.relative_to(runs))
-                else:
-                    tar.add(path, path.relative_to(runs))
+                    continue
+                room -= size
+                tar.add(path, path.relative_to(runs))
         cut(archive, out, SAVED_BYTES)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -55,3 +56,19 @@ def test_what_is_needed_to_go_on_is_saved_before_models(
     borrowed_gpu.joined(tmp_path / "out", tmp_path / "back")
     assert (tmp_path / "back/cut/checkpoint.safetensors").read_bytes() == noise
     assert (tmp_path / "back/ended/metrics.jsonl").read_text() == "ended\n"
+
+
+def test_what_is_too_large_to_be_saved_keeps_nothing_else_from_it(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(borrowed_gpu, "SAVED_BYTES", 1000)
+    monkeypatch.setattr(borrowed_gpu, "SAVED_FILES", 1)
+    runs = tmp_path / "runs"
+    for age, (run, n_bytes) in enumerate({"small": 400, "large": 4000, "later": 400}.items()):
+        (runs / run).mkdir(parents=True)
+        (runs / run / "model.safetensors").write_bytes(bytes(n_bytes))
+        os.utime(runs / run / "model.safetensors", (age, age))  # the newest is saved first
+    borrowed_gpu.save(runs, tmp_path / "out")
+    assert capsys.readouterr().out == "left out: large/model.safetensors\n"
+    borrowed_gpu.joined(tmp_path / "out", tmp_path / "back")
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["later", "small"]
