@@ -22,6 +22,7 @@ from PIL import Image
 from cocofl import data
 from cocofl.data import images, language, vision
 from cocofl.data.origin import Origin
+from cocofl.data.registry import cache_paths
 from cocofl.errors import CocoflError, DataNotFound, InvalidData
 from cocofl.named import import_ours
 
@@ -463,6 +464,20 @@ def test_other_files_in_the_folder_make_another_cache(root, tmp_path):
 
 
 # --- finding -------------------------------------------------------------------------------------
+
+
+def test_without_the_library_it_says_which_cache_is_not_there(root, monkeypatch):
+    write_cifar10(root)
+    for name in ("cocofl.data.vision", "cocofl.data.huggingface"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataNotFound) as caught:
+        data.load("cifar10", data_dir=root)
+    missing = cache_paths("cifar10", Origin(root / "uoft-cs/cifar10"))["train"]
+    assert str(caught.value) == (
+        f"cifar10 has to be converted first, for there is no {missing}: cocofl.data.vision:cifar10 "
+        "needs the library datasets: pip install 'cocofl[data]'"
+    )
 
 
 def test_several_folders_in_the_environment(root, tmp_path, monkeypatch):

@@ -27,6 +27,10 @@ logger = logging.getLogger("cocofl.data")
 PRESETS = ("standard", "paper")
 
 
+class LibraryMissing(DataNotFound):
+    """Reading data from its origin needs a library that is not installed."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A data set that can be loaded by name."""
@@ -257,7 +261,7 @@ def import_with_library(name: str) -> Any:
         if not isinstance(cause, ModuleNotFoundError):
             raise
         library = (cause.name or "").partition(".")[0]
-        raise DataNotFound(
+        raise LibraryMissing(
             f"cocofl.data.{name} needs the library {library}: pip install 'cocofl[data]'"
         ) from cause
 
@@ -297,6 +301,10 @@ def _load_or_build(
             statistics = write_samples(paths["train"], parts["train"])
             facts = replace(parts["test"].facts, mean=statistics.mean, std=statistics.std)
             write_samples(paths["test"], replace(parts["test"], facts=facts))
+    except LibraryMissing as error:
+        raise LibraryMissing(
+            f"{name} has to be converted first, for there is no {paths['train']}: {error}"
+        ) from error
     except OSError as error:
         raise InvalidData(
             f"could not convert the data into {paths['train'].parent}: {error}. Is there space, "
