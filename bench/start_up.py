@@ -43,7 +43,7 @@ WATCHED = {
     "cocofl.freeze.network:lower": "lower it",
     "cocofl.experiment.setup:Setup.job": "make the job",
     "cocofl.experiment.setup:Setup.about": "describe it",
-    "cocofl.experiment.runs:make_executor": "make the executor",
+    "cocofl.experiment.engines:make_executor": "make the executor",
     "cocofl.engine.rounds:RunInProgress": "open the run",
     "cocofl.engine.cohort:CohortExecutor.prepare": "wait for CUDA, and data to the GPU",
     "cocofl.engine.cohort:GpuSamples": "a split to the GPU",
@@ -123,7 +123,7 @@ def play(asked: argparse.Namespace) -> None:
     import torch  # noqa: F401
 
     clock.mark("import torch")
-    from cocofl.config import Experiment
+    from cocofl.config import Experiment, parse_value
     from cocofl.experiment import simulate
 
     clock.mark("import cocofl")
@@ -136,7 +136,8 @@ def play(asked: argparse.Namespace) -> None:
         runs.load_data = lambda _: data
     wrap(clock)
     changes = {"evaluation.every": ROUNDS, "engine.device": asked.device, "engine.kind": "cohort"}
-    experiment = Experiment.load(asked.experiment, dict(one.split("=", 1) for one in asked.set))
+    own = {key: parse_value(value) for key, value in (one.split("=", 1) for one in asked.set)}
+    experiment = Experiment.load(asked.experiment, own)
     experiment = experiment.changed({**changes, "engine.precision": asked.precision})
     profile = cProfile.Profile()
 
