@@ -3,45 +3,122 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any
 
 import torch
+
+_PATIENCE_S = 120.0
+"""After which a process that compiles is given up."""
 
 
 @contextmanager
 def compiling_only(on: torch.device) -> Iterator[None]:
     """Inside, kernels are compiled and not launched: what is computed meanwhile means nothing.
 
-    Compilers run in threads of their own; at the end of the block all have finished.
+    At the end of the block all are compiled.
     """
     # Imported only where there is a GPU, as the kernels are.
     from triton import AsyncCompileMode, JITFunction  # noqa: PLC0415
 
-    launch = JITFunction.run
+    launch, later = JITFunction.run, _Later()
 
     def compile_alone(kernel: Any, *args: Any, warmup: bool, **more: Any) -> Any:
         del warmup
         return launch(kernel, *args, warmup=True, **more)
 
-    with (
-        torch.cuda.device(on),
-        ThreadPoolExecutor(
-            os.cpu_count(),
-            initializer=torch.cuda.set_device,
-            initargs=(torch.cuda.current_device(),),
-        ) as pool,
-    ):
+    with torch.cuda.device(on):
         # Autograd goes backward in a thread of its own, which would not know of the compilers.
-        with AsyncCompileMode(pool) as compilers, torch.autograd.set_multithreading_enabled(False):
+        with AsyncCompileMode(later) as compilers, torch.autograd.set_multithreading_enabled(False):
             JITFunction.run = compile_alone
             try:
                 yield
             finally:
                 JITFunction.run = launch
-        # To ask a kernel for its launcher builds that, with a C compiler, and loads both.
+                later.compile()
         made = [future.result() for future in compilers.future_kernels.values()]
-        list(pool.map(attrgetter("run"), made))
+        with ThreadPoolExecutor(
+            os.cpu_count(),
+            initializer=torch.cuda.set_device,
+            initargs=(torch.cuda.current_device(),),
+        ) as pool:
+            # To ask a kernel for its launcher loads both.
+            list(pool.map(attrgetter("run"), made))
+
+
+class _Later(Executor):
+    """Keeps what is to be compiled until all of it is known."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        """A result that is there once :meth:`compile` was called."""
+        del args, more  # there are none
+        self._left.append((Future(), fn))
+        return self._left[-1][0]
+
+    def compile(self) -> None:
+        """All of it: processes fill Triton's cache, which is then read here."""
+        compile_in_processes([fn for _, fn in self._left])
+        for future, fn in self._left:
+            try:
+                future.set_result(fn())
+            except Exception as error:  # whoever asks for the kernel is told
+                future.set_exception(error)
+
+
+def compile_in_processes(kernels: Sequence[Callable[[], Any]]) -> None:
+    """Let copies of this process compile kernels, and their launchers, into Triton's cache.
+
+    Threads would wait for one another: compilers keep Python's lock for most of their time. A copy
+    does not touch the GPU. What it does not get done is left to the caller, and nothing is said.
+    """
+    workers = min(os.cpu_count() or 1, len(kernels))
+    if workers < 2 or not hasattr(os, "fork"):
+        return
+    copies = []
+    for worker in range(workers):
+        with warnings.catch_warnings():
+            # Of threads that hold a lock: a copy that waits for one is given up.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+        if process == 0:
+            _compile_and_leave(kernels[worker::workers])
+        copies.append(process)
+    _wait_for(copies, time.monotonic() + _PATIENCE_S)
+
+
+def _compile_and_leave(kernels: Sequence[Callable[[], Any]]) -> None:
+    """In a copy of the process, which ends here and says nothing."""
+    try:
+        for kernel in kernels:
+            with suppress(Exception):
+                _build_launcher(kernel())
+    finally:
+        os._exit(0)
+
+
+def _build_launcher(made: Any) -> None:
+    """With a C compiler."""
+    from triton.runtime import driver  # noqa: PLC0415
+
+    driver.active.launcher_cls(made.src, made.metadata)
+
+
+def _wait_for(processes: Sequence[int], until: float) -> None:
+    """Until all have ended, or it is time."""
+    left = list(processes)
+    while left:
+        left = [process for process in left if os.waitpid(process, os.WNOHANG) == (0, 0)]
+        if left and time.monotonic() > until:
+            for process in left:
+                os.kill(process, signal.SIGKILL)
+            until = float("inf")
+        time.sleep(0.005 if left else 0.0)
