@@ -2,7 +2,8 @@
 
 Three ways, the fastest that is right: all devices' samples as one large batch, ``vmap`` over
 devices, or one device after the other. Which is right was tried out on the example: each must
-give what one device after the other gives.
+give what one device after the other gives. They are tried out on the CPU, wherever they will run: a
+GPU takes seconds to load what a few samples need.
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ class Held:
 class Modes:
     """A block's modules ready to be called: trained, with still statistics, and frozen."""
 
-    def __init__(self, graph: fx.GraphModule, on: torch.device) -> None:
-        def made(block: nn.Module) -> nn.Module:
-            return block.to(on).requires_grad_(False)
-
+    def __init__(self, graph: fx.GraphModule) -> None:
         self.original = graph
-        self.frozen = made(copy_block(graph, {}).eval())
-        self.trained = made(copy_block(graph, {}).train())
-        self.still = made(with_batch_statistics(copy_block(graph, {}).train()))
+        self.frozen = copy_block(graph, {}).eval()
+        self.trained = copy_block(graph, {}).train()
+        self.still = with_batch_statistics(copy_block(graph, {}).train())
+        self.move(torch.device("cpu"))
+
+    def move(self, on: torch.device) -> None:
+        """Where the program runs."""
+        for block in (self.frozen, self.trained, self.still):
+            block.to(on).requires_grad_(False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +139,7 @@ class NodeCall:
             self.mixes_samples = self.has_modes
             return
         stacked = {name: torch.stack([x, _other(x)]) for name, x in values.items()}
-        on = next(iter(values.values())).device
-        held = {h: torch.stack([h.value, h.value * 1.1]).to(on) for h in self.held}
+        held = {h: torch.stack([h.value, h.value * 1.1]).cpu() for h in self.held}
         with torch.no_grad():
             expected = self.looped(stacked, held, ["frozen"] * 2, None)
             self.mixes_samples = self._mixes(values, {h: t[0] for h, t in held.items()})
@@ -238,10 +241,9 @@ def values_on_example(
     example: tuple[Any, ...],
     lowered: tuple[LoweredBlock, ...],
     modes: Sequence[Modes],
-    on: torch.device,
 ) -> dict[str, Any]:
     """Every value of a frozen chain, for a few samples of its example."""
-    inputs = [x.to(on) for x in example]
+    inputs = [x.cpu() for x in example]
     few = [x[:_SAMPLES] if len(x) == len(inputs[0]) else x for x in inputs]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:

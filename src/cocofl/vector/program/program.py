@@ -107,9 +107,9 @@ class _Builder:
     ) -> None:
         self._lowered, self._slots = lowered, layout
         self._graphs = [low.graph(block) for low, block in zip(lowered, chain.blocks, strict=True)]
-        self._modes = [Modes(graph, on) for graph in self._graphs]
+        self._modes, self._on = [Modes(graph) for graph in self._graphs], on
         assert chain.example is not None
-        self._example = values_on_example(chain.example, lowered, self._modes, on)
+        self._example = values_on_example(chain.example, lowered, self._modes)
         self._inlined: dict[str, tuple[Piece, ...]] = {}
         self._made: list[Instruction] = []
 
@@ -121,6 +121,8 @@ class _Builder:
         for leaf in named_values(self._lowered[-1].outputs):
             if leaf in self._inlined:
                 self._materialise(leaf, int(leaf.partition(".")[0]))
+        for modes in self._modes:
+            modes.move(self._on)
         return fused(self._made, self._lowered, sites)
 
     def _add(self, op: Operation, block: int) -> None:
