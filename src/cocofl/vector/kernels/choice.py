@@ -103,11 +103,11 @@ class KernelSet:
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] | None:
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, float, Tensor], Tensor] | None:
         """Our own attention, whose weights are not dropped, where it is the faster one.
 
-        It takes query, key, value, mask and scale. Tensors are (sample, head, row, channel), and a
-        mask may be over keys only.
+        It takes query, key, value, mask, scale, and which devices need gradients. Tensors are
+        (sample, head, row, channel), and a mask may be over keys only.
         """
         own = self.own("attention", query)
         if own is None or query.dtype != torch.float32 or _is_exact(query) or query.ndim != 4:

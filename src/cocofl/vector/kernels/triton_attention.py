@@ -5,11 +5,9 @@ softmax's largest exponent and sum; the way back needs their logarithm only. Gra
 and those of keys and values come from two kernels, so no two programs add to one number, and
 runs repeat to the bit.
 
-This is for ``tf32``; other precisions are PyTorch's. Tiles are held as float16: it has the 11
-significant bits of tf32, half its size, and twice its speed, and can be read across, which tf32
-cannot. Its range is smaller. Gradients, which may be tiny, are multiplied by a power of two before
-and divided by it after; queries, keys and values are taken as they are, so one above 65504 is
-infinite here.
+This is for ``tf32``; other precisions are PyTorch's. Tiles are held as float16 (see
+`triton_halves`). Queries, keys and values are taken as they are, so one above 65504 is infinite
+here.
 """
 
 from __future__ import annotations
@@ -22,15 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cocofl.vector.kernels.triton_halves import power_of_two
+
 _LOG2_E = 1.4426950408889634
 _HELD = tl.constexpr(tl.float16)
 
 # What gains nothing from being a multiple of 16: see `triton_rows`.
-_SIZES = ("heads", "queries", "keys", "tiles", "parts", "mask_sample", "mask_head", "mask_key")
+_SIZES = ("heads", "queries", "keys", "tiles", "parts", "each")
+_SIZES += ("mask_sample", "mask_head", "mask_key")
 _compiled_once = partial(
     triton.jit,
     do_not_specialize=_SIZES,
-    do_not_specialize_on_alignment=("MASK", "LSE", "DELTA", "LARGEST"),
+    do_not_specialize_on_alignment=("MASK", "ASKED", "LSE", "DELTA", "LARGEST"),
 )
 
 
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
 
 
 # Measured on an H200, 512 rows of 64 channels; wider heads need smaller tiles.
-_NARROW = Plan(Tiles(128, 64, 4, 2), Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 2))
+_NARROW = Plan(Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 2))
 _WIDE = Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2))
 
 
@@ -103,10 +104,7 @@ def _kept_of_forward(LSE, DELTA, x, r, queries, up):
 def _power_of_two(LARGEST, x, tiles, BT: tl.constexpr):
     """What a head's gradient is divided by, so that its largest is from 1 to 2; and 1 over it."""
     t = tl.arange(0, BT)
-    largest = tl.max(tl.load(LARGEST + x * tiles + t, mask=t < tiles, other=0.0), 0)
-    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-    inverse = 0x7F000000 - exponent
-    return exponent.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+    return power_of_two(tl.max(tl.load(LARGEST + x * tiles + t, mask=t < tiles, other=0.0), 0))
 
 
 @_compiled_once
@@ -122,12 +120,11 @@ def _forward(
     V += sample * v_sample + head * v_head
     masked = sample * mask_sample + head * mask_head
     q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC)
-    q = q.to(_HELD)
     largest = tl.full((BQ,), -float("inf"), tl.float32)
     total = tl.zeros((BQ,), tl.float32)
     y = tl.zeros((BQ, BC), tl.float32)
     for begin in range(0, keys, BK):
-        k = _rows(K, begin, k_row, keys, BK, C, BC).to(_HELD)
+        k = _rows(K, begin, k_row, keys, BK, C, BC)
         there = _there(MASK, masked, begin + tl.arange(0, BK), keys, mask_key, MASKED)
         s = tl.dot(q, tl.trans(k)) * scale
         s = tl.where(there[None, :], s, -float("inf"))
@@ -137,7 +134,7 @@ def _forward(
         p = tl.exp2(s - level[:, None])
         shrink = tl.exp2(largest - level)
         total = total * shrink + tl.sum(p, 1)
-        v = _rows(V, begin, v_row, keys, BK, C, BC).to(_HELD)
+        v = _rows(V, begin, v_row, keys, BK, C, BC)
         y = tl.dot(p.to(_HELD), v, y * shrink[:, None])
         largest = now
     y = y / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -151,11 +148,13 @@ def _forward(
 
 @_compiled_once
 def _prepare(
-    G, OUT, DELTA, LARGEST, heads, queries, tiles, g_sample, g_head, g_row,
+    G, OUT, ASKED, DELTA, LARGEST, heads, queries, tiles, each, g_sample, g_head, g_row,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """How much each query's weights must give back, and the largest entry of the gradient."""
     first, x, sample, head = _place(tiles, heads, BQ)
+    if tl.load(ASKED + sample // each) == 0:
+        return
     row = heads * C
     g = _rows(G + sample * g_sample + head * g_head, first, g_row, queries, BQ, C, BC)
     y = _rows(OUT + sample * queries * row + head * C, first, row, queries, BQ, C, BC)
@@ -167,28 +166,29 @@ def _prepare(
 
 @_compiled_once
 def _back_queries(
-    Q, K, V, G, MASK, LSE, DELTA, LARGEST, GQ, scale, to_gradient, heads, queries, keys, tiles,
-    parts,
+    Q, K, V, G, MASK, ASKED, LSE, DELTA, LARGEST, GQ, scale, to_gradient, heads, queries, keys,
+    tiles, parts, each,
     q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
     g_sample, g_head, g_row, mask_sample, mask_head, mask_key,
     MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     first, x, sample, head = _place(tiles, heads, BQ)
+    if tl.load(ASKED + sample // each) == 0:
+        return
     K += sample * k_sample + head * k_head
     V += sample * v_sample + head * v_head
     masked = sample * mask_sample + head * mask_head
     down, up = _power_of_two(LARGEST, x, parts, BT)
     q = _rows(Q + sample * q_sample + head * q_head, first, q_row, queries, BQ, C, BC)
-    q = q.to(_HELD)
     g = _rows(G + sample * g_sample + head * g_head, first, g_row, queries, BQ, C, BC)
     g = (g.to(tl.float32) * up).to(_HELD)
     r = first + tl.arange(0, BQ)
     lse, delta = _kept_of_forward(LSE, DELTA, x, r, queries, up)
     gq = tl.zeros((BQ, BC), tl.float32)
     for begin in range(0, keys, BK):
-        k = _rows(K, begin, k_row, keys, BK, C, BC).to(_HELD)
-        v = _rows(V, begin, v_row, keys, BK, C, BC).to(_HELD)
+        k = _rows(K, begin, k_row, keys, BK, C, BC)
+        v = _rows(V, begin, v_row, keys, BK, C, BC)
         there = _there(MASK, masked, begin + tl.arange(0, BK), keys, mask_key, MASKED)
         s = tl.dot(q, tl.trans(k)) * scale
         p = tl.where(there[None, :], tl.exp2(s - lse[:, None]), 0.0)
@@ -202,25 +202,27 @@ def _back_queries(
 
 @_compiled_once
 def _back_keys(
-    Q, K, V, G, MASK, LSE, DELTA, LARGEST, GK, GV, scale, to_gradient, heads, queries, keys, tiles,
-    parts,
+    Q, K, V, G, MASK, ASKED, LSE, DELTA, LARGEST, GK, GV, scale, to_gradient, heads, queries, keys,
+    tiles, parts, each,
     q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
     g_sample, g_head, g_row, mask_sample, mask_head, mask_key,
     MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     first, x, sample, head = _place(tiles, heads, BK)
+    if tl.load(ASKED + sample // each) == 0:
+        return
     Q += sample * q_sample + head * q_head
     G += sample * g_sample + head * g_head
     masked = sample * mask_sample + head * mask_head
     down, up = _power_of_two(LARGEST, x, parts, BT)
-    k = _rows(K + sample * k_sample + head * k_head, first, k_row, keys, BK, C, BC).to(_HELD)
-    v = _rows(V + sample * v_sample + head * v_head, first, v_row, keys, BK, C, BC).to(_HELD)
+    k = _rows(K + sample * k_sample + head * k_head, first, k_row, keys, BK, C, BC)
+    v = _rows(V + sample * v_sample + head * v_head, first, v_row, keys, BK, C, BC)
     there = _there(MASK, masked, first + tl.arange(0, BK), keys, mask_key, MASKED)
     gk = tl.zeros((BK, BC), tl.float32)
     gv = tl.zeros((BK, BC), tl.float32)
     for begin in range(0, queries, BQ):
-        q = _rows(Q, begin, q_row, queries, BQ, C, BC).to(_HELD)
+        q = _rows(Q, begin, q_row, queries, BQ, C, BC)
         g = _rows(G, begin, g_row, queries, BQ, C, BC)
         g = (g.to(tl.float32) * up).to(_HELD)
         r = begin + tl.arange(0, BQ)
@@ -238,22 +240,30 @@ def _back_keys(
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, asked: Tensor
 ) -> Tensor:
     """softmax(query · keyᵀ · scale) · value, each (sample, head, row, channel).
 
     ``mask`` is true for keys that count, (sample or 1, head or 1, 1, row). The result lies with
-    its heads side by side: ``y.transpose(1, 2).flatten(2)`` is a view.
+    its heads side by side: ``y.transpose(1, 2).flatten(2)`` is a view. Samples are those of the
+    devices that ``asked`` names one after the other; gradients of the others are undefined.
     """
-    return _Attention.apply(query, key, value, mask, scale)
+    return _Attention.apply(query, key, value, mask, scale, asked)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        asked: Tensor,
     ) -> Tensor:
-        q, k, v = (_lying(x) for x in (q, k, v))
+        # Once, and not again by every program that reads them.
+        q, k, v = (_lying(x).to(torch.float16) for x in (q, k, v))
         n, heads, queries, channels = q.shape
         plan = _NARROW if channels <= 64 else _WIDE
         y = _side_by_side(q)
@@ -265,44 +275,35 @@ class _Attention(torch.autograd.Function):
             **_flags(mask, channels), **plan.forward.launch(),
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, mask, y, lse)
-        ctx.scale, ctx.plan = scale, plan
+        ctx.scale, ctx.plan, ctx.asked = scale, plan, asked
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, y, lse = ctx.saved_tensors
-        plan, scale, g = ctx.plan, ctx.scale, _lying(g)
+        plan, scale, asked, g = ctx.plan, ctx.scale, ctx.asked, _lying(g)
         (n, heads, queries, channels), keys = q.shape, k.shape[2]
-        parts = triton.cdiv(queries, _PART)
+        parts, each = triton.cdiv(queries, _PART), n // len(asked)
         delta, largest = torch.empty_like(lse), torch.empty(n, heads, parts, device=q.device)
         _prepare[(n * heads * parts,)](
-            g,
-            y,
-            delta,
-            largest,
-            heads,
-            queries,
-            parts,
-            *_strides(g),
-            C=channels,
-            BC=_wide(channels),
-            BQ=_PART,
-        )
+            g, y, asked, delta, largest, heads, queries, parts, each, *_strides(g),
+            C=channels, BC=_wide(channels), BQ=_PART,
+        )  # fmt: skip
         strides = [*_strides(q), *_strides(k), *_strides(v), *_strides(g), *_mask_strides(mask)]
         flags = _flags(mask, channels) | {"BT": triton.next_power_of_2(parts)}
         sizes = scale * _LOG2_E, scale, heads, queries, keys
         gq, gk, gv = (_side_by_side(x) for x in (q, k, v))
         tiles = triton.cdiv(queries, plan.queries.queries)
         _back_queries[(n * heads * tiles,)](
-            q, k, v, g, mask, lse, delta, largest, gq, *sizes, tiles, parts, *strides,
+            q, k, v, g, mask, asked, lse, delta, largest, gq, *sizes, tiles, parts, each, *strides,
             **flags, **plan.queries.launch(),
         )  # fmt: skip
         tiles = triton.cdiv(keys, plan.keys.keys)
         _back_keys[(n * heads * tiles,)](
-            q, k, v, g, mask, lse, delta, largest, gk, gv, *sizes, tiles, parts, *strides,
-            **flags, **plan.keys.launch(),
+            q, k, v, g, mask, asked, lse, delta, largest, gk, gv, *sizes, tiles, parts, each,
+            *strides, **flags, **plan.keys.launch(),
         )  # fmt: skip
-        return gq, gk, gv, None, None
+        return gq, gk, gv, None, None, None
 
 
 _PART = 64  # queries that are looked through at a time before the way back
@@ -323,9 +324,9 @@ def _lying(x: Tensor) -> Tensor:
 
 
 def _side_by_side(like: Tensor) -> Tensor:
-    """Room for a result whose heads lie side by side."""
+    """Room for a float32 result whose heads lie side by side."""
     n, heads, rows, channels = like.shape
-    room = torch.empty(n, rows, heads, channels, dtype=like.dtype, device=like.device)
+    room = torch.empty(n, rows, heads, channels, device=like.device)
     return room.transpose(1, 2)
 
 

@@ -26,7 +26,7 @@ _WARPS = 8  # of a program that holds a tile of several tensors
 _compiled_once = partial(
     triton.jit,
     do_not_specialize=("n", "turns", "weight_stride", "bias_stride", "threshold"),
-    do_not_specialize_on_alignment=("ACTIVE", "SEED", "WEIGHT", "BIAS", "LEADING"),
+    do_not_specialize_on_alignment=("ACTIVE", "ASKED", "SEED", "WEIGHT", "BIAS", "LEADING"),
 )
 
 
@@ -54,12 +54,14 @@ def _kept(at, d, SEED, ACTIVE, threshold, keep_factor):
 
 
 @_compiled_once
-def _drop(X, Y, SEED, ACTIVE, size, threshold, keep_factor, BN: tl.constexpr):
+def _drop(X, Y, SEED, ACTIVE, ASKED, size, threshold, keep_factor, BN: tl.constexpr):
     d = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BN + tl.arange(0, BN)
-    at = d * size + i
-    x = tl.load(X + at, mask=i < size, other=0.0).to(tl.float32)
-    tl.store(Y + at, x * _kept(at, d, SEED, ACTIVE, threshold, keep_factor), mask=i < size)
+    at, inside = d * size + i, i < size
+    if ASKED is not None:
+        inside = inside & (tl.load(ASKED + d) != 0)
+    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(Y + at, x * _kept(at, d, SEED, ACTIVE, threshold, keep_factor), mask=inside)
 
 
 @triton.jit
@@ -109,7 +111,7 @@ def _normalise(
 
 @_compiled_once
 def _normalise_back(
-    G, SUM, WEIGHT, SEED, ACTIVE, LEADING, GSUM, GX, GW, GB, n, channels, turns, weight_stride,
+    G, SUM, WEIGHT, SEED, ACTIVE, ASKED, LEADING, GSUM, GX, OUT, n, channels, turns, weight_stride,
     eps, threshold, keep_factor,
     DROPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, COUNTED: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
@@ -121,7 +123,7 @@ def _normalise_back(
     gb = tl.zeros((BN, BC), tl.float32)
     if HAS_WEIGHT:
         weight = tl.load(WEIGHT + d * weight_stride + c, mask=c < channels, other=0.0)
-    for turn in range(turns):
+    for turn in range(turns * (tl.load(ASKED + d) != 0).to(tl.int32)):
         r = (chunk * turns + turn) * BN + tl.arange(0, BN)[:, None]
         inside = (r < n) & (c < channels)
         at = (d * n + r) * channels + c
@@ -140,14 +142,17 @@ def _normalise_back(
         if DROPS:
             g = g * _kept(at, d, SEED, ACTIVE, threshold, keep_factor)
             tl.store(GX + at, g, mask=inside)
-    at = (d * tl.num_programs(1) + chunk) * channels + c
-    tl.store(GW + at, tl.sum(gw, 0)[None, :], mask=c < channels)
-    tl.store(GB + at, tl.sum(gb, 0)[None, :], mask=c < channels)
+    OUT += (d * tl.num_programs(1) + chunk) * 2 * channels
+    tl.store(OUT + c, tl.sum(gw, 0)[None, :], mask=c < channels)
+    tl.store(OUT + channels + c, tl.sum(gb, 0)[None, :], mask=c < channels)
 
 
-def drop(x: Tensor, dropping: Dropping) -> Tensor:
-    """``x`` (device, sample, …) with elements set to zero, on the devices where that is active."""
-    return _Drop.apply(x, _seed(x), dropping)
+def drop(x: Tensor, dropping: Dropping, asked: Tensor) -> Tensor:
+    """``x`` (device, sample, …) with elements set to zero, on the devices where that is active.
+
+    Its gradient is undefined on devices that did not ask.
+    """
+    return _Drop.apply(x, _seed(x), dropping, asked)
 
 
 def normalise(
@@ -157,14 +162,16 @@ def normalise(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    asked: Tensor,
     channels: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm over the last axis of ``drop(x) + addend``, with each device's own factors.
 
-    Of the leading ``channels`` only, (device), where they are given.
+    Of the leading ``channels`` only, (device), where they are given. The gradients of ``x`` and
+    ``addend`` are undefined on devices that did not ask, those of the factors zero.
     """
     seed = None if dropping is None else _seed(x)
-    return _Normalise.apply(x, addend, weight, bias, seed, dropping, eps, channels)
+    return _Normalise.apply(x, addend, weight, bias, seed, dropping, eps, asked, channels)
 
 
 def _random(dropping: Dropping | None) -> tuple[int, float]:
@@ -175,17 +182,22 @@ def _random(dropping: Dropping | None) -> tuple[int, float]:
 
 class _Drop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seed: Tensor, dropping: Dropping) -> Tensor:
-        ctx.seed, ctx.dropping, x = seed, dropping, x.contiguous()
-        y, size = torch.empty_like(x), x[0].numel()
-        _drop[len(x), triton.cdiv(size, _TILE)](
-            x, y, seed, dropping.active, size, *_random(dropping), BN=_TILE
-        )
-        return y
+    def forward(ctx: Any, x: Tensor, seed: Tensor, dropping: Dropping, asked: Tensor) -> Tensor:
+        ctx.seed, ctx.dropping, ctx.asked = seed, dropping, asked
+        return _dropped(x, seed, dropping)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return _Drop.forward(ctx, g, ctx.seed, ctx.dropping), None, None
+        return _dropped(g, ctx.seed, ctx.dropping, ctx.asked), None, None, None
+
+
+def _dropped(x: Tensor, seed: Tensor, dropping: Dropping, asked: Tensor | None = None) -> Tensor:
+    x = x.contiguous()
+    y, size = torch.empty_like(x), x[0].numel()
+    _drop[len(x), triton.cdiv(size, _TILE)](
+        x, y, seed, dropping.active, asked, size, *_random(dropping), BN=_TILE
+    )
+    return y
 
 
 class _Normalise(torch.autograd.Function):
@@ -199,6 +211,7 @@ class _Normalise(torch.autograd.Function):
         seed: Tensor | None,
         dropping: Dropping | None,
         eps: float,
+        asked: Tensor,
         leading: Tensor | None,
     ) -> Tensor:
         x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -214,6 +227,7 @@ class _Normalise(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(total, weight)
         ctx.seed, ctx.dropping, ctx.eps, ctx.leading = seed, dropping, eps, leading
+        ctx.asked = asked
         ctx.has_addend, ctx.has_bias = addend is not None, bias is not None
         return y
 
@@ -226,19 +240,20 @@ class _Normalise(torch.autograd.Function):
         tiles = triton.cdiv(n, down)
         turns = max(1, d * tiles // _PROGRAMS)
         chunks = triton.cdiv(tiles, turns)
-        gw, gb = (torch.empty(d, chunks, channels, device=g.device) for _ in range(2))
+        sums = torch.empty(d, chunks, 2 * channels, device=g.device)
         shared = torch.empty_like(total)
         gx = shared if dropping is None else torch.empty_like(total)
         _normalise_back[d, chunks](
-            g, total, weight, ctx.seed, None if dropping is None else dropping.active, leading,
-            shared, gx, gw, gb, n, channels, turns, stride(weight), ctx.eps,
+            g, total, weight, ctx.seed, None if dropping is None else dropping.active, ctx.asked,
+            leading, shared, gx, sums, n, channels, turns, stride(weight), ctx.eps,
             *_random(dropping), DROPS=dropping is not None,
             HAS_WEIGHT=weight is not None, COUNTED=leading is not None, BN=down, BC=across,
             num_warps=_WARPS,
         )  # fmt: skip
         addend = shared if ctx.has_addend else None
-        of_weight = None if weight is None else gw.sum(1)
-        return gx, addend, of_weight, gb.sum(1) if ctx.has_bias else None, *[None] * 4
+        gw, gb = sums.sum(1).split(channels, 1)
+        learned = None if weight is None else gw, gb if ctx.has_bias else None
+        return gx, addend, *learned, *[None] * 5
 
 
 def _blocks(n: int, channels: int) -> tuple[int, int]:

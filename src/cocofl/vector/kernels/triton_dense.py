@@ -5,7 +5,9 @@ channels of a tile of images times a tile of weights; nothing is unfolded in mem
 
 Matrix units take float32 only where a product's inner index is the one that lies densely. Hence
 weights are laid out (device, result channel, tap, summed channel) before they are used, once for
-each direction; that costs one pass over them.
+each direction; that costs one pass over them. Gradients of weights read both sides across: in
+``tf32`` they hold them as float16 (see `triton_halves`), if there are many channels. Images are
+taken as they are, so a value above 65504 is infinite there.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels.triton_depthwise import by_device, room_for_result, room_like
+from cocofl.vector.kernels.triton_halves import ROOM, peaks, pieces_of, scale_of
 
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU; sums are cut into as many pieces
 _SIDE = 32  # of the tiles in which weights are laid out anew
 _BLOCK = 1024  # weights that a program lays out or sums up
+_MANY = 64  # output channels, with which matrix units are what weight gradients wait for
 _FEW = 4096  # positions, for which large tiles would leave multiprocessors idle
 _NOWHERE = tl.constexpr(-(1 << 30))  # a row that no image has, whatever is added to it
 
@@ -32,9 +36,9 @@ _NOWHERE = tl.constexpr(-(1 << 30))  # a row that no image has, whatever is adde
 _SIZES = ("images", "height", "width", "out_height", "out_width", "tall", "wide", "units")
 _SIZES += ("step_h", "step_w", "spread_h", "spread_w", "direction", "pad_h", "pad_w")
 _SIZES += ("turns", "pieces", "patch_h", "patch_w", "taps", "stride", "inputs", "filters")
-_SIZES += ("row", "size", "zero")
+_SIZES += ("row", "size", "zero", "chunks")
 _compiled_once = partial(
-    triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=("OWN", "ASKED")
+    triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=("OWN", "ASKED", "PEAKS")
 )
 
 
@@ -144,16 +148,17 @@ def _convolve(
 
 @_compiled_once
 def _weight(
-    X, G, OUT, ASKED, images, height, width, out_height, out_width, units, outputs, tall, wide,
-    step_h, step_w, pad_h, pad_w, turns, pieces, patch_h, patch_w,
-    UNIT: tl.constexpr,
+    X, G, OUT, ASKED, PEAKS, images, height, width, out_height, out_width, units, outputs, tall,
+    wide, step_h, step_w, pad_h, pad_w, turns, pieces, patch_h, patch_w, chunks,
+    ROOM: tl.constexpr, UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one device's gradient, over one piece of its positions.
 
     Zeros where nobody needs it. Columns of the result are taps and channels together, so that few
     channels still fill a tile. Positions come in patches of the images, so that what differs
-    within a patch stays the same from one to the next.
+    within a patch stays the same from one to the next. Where the gradients' ``PEAKS`` are given,
+    tiles are held as float16.
     """
     d, piece = (tl.program_id(2) // pieces).to(tl.int64), tl.program_id(2) % pieces
     channels = units * UNIT
@@ -173,10 +178,11 @@ def _weight(
     x_from = X + d * images * height * width * channels
     g_from = G + d * images * out_height * out_width * outputs
 
-    down, across = tl.cdiv(out_height, patch_h), tl.cdiv(out_width, patch_w)
+    high, broad = tl.cdiv(out_height, patch_h), tl.cdiv(out_width, patch_w)  # in patches
     patch = piece * turns
-    from_image = patch // (down * across) * patch_images
-    from_u, from_v = patch // across % down * patch_h, patch % across * patch_w
+    from_image = patch // (high * broad) * patch_images
+    from_u, from_v = patch // broad % high * patch_h, patch % broad * patch_w
+    down, up = scale_of(PEAKS, d, chunks, ROOM)
     total = tl.zeros((BM, BN), tl.float32)
     asked = tl.load(ASKED + d) != 0
     # At least one, of nothing if need be: else products wait for one another.
@@ -191,6 +197,8 @@ def _weight(
         shift = ((from_image * out_height + from_u) * out_width + from_v) * outputs
         g_mask = present[None, :] & (m < outputs)[:, None]
         g = tl.load(g_from + shift + (g_at[None, :] + m[:, None]), g_mask, other=0.0)
+        if PEAKS is not None:
+            g, x = (g * up).to(tl.float16), x.to(tl.float16)
         total = tl.dot(g, x, total, input_precision="tf32")
         from_v += patch_w
         done = from_v >= out_width
@@ -202,7 +210,7 @@ def _weight(
 
     out_from = OUT + (d * pieces + piece) * outputs * row
     mask = (m < outputs)[:, None] & (n < row)[None, :]
-    tl.store(out_from + m[:, None] * row + n[None, :], total, mask)
+    tl.store(out_from + m[:, None] * row + n[None, :], total * down, mask)
 
 
 @_compiled_once
@@ -263,11 +271,10 @@ def product_tile(x: Tensor, channels: int, outputs: int, positions: int) -> Tile
 
 def weight_tile(x: Tensor, row: int, outputs: int) -> Tile:
     """For gradients times images; ``row`` is how many weights an output channel has."""
-    single, rows = x.dtype == torch.float32, _side(outputs, 64)
-    if rows < 64:
+    single, rows = x.dtype == torch.float32, _side(outputs, 128)
+    if rows < _MANY:
         return Tile(rows, _side(row, 128), 32 if single else 64, 4, 3)
-    columns = _side(row, 64)
-    return Tile(rows, columns, 32, 2, 3) if single else Tile(rows, columns, 64, 4, 4)
+    return Tile(rows, _side(row, 128), 32, 4, 3) if single else Tile(64, _side(row, 64), 64, 4, 4)
 
 
 def laid(w: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
@@ -337,11 +344,12 @@ def dense_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked: Ten
     turns = triton.cdiv(patches, pieces)
     pieces = triton.cdiv(patches, turns)
     parts = torch.empty(d, pieces, outputs, row, device=g.device)
+    found = peaks(g, asked) if g.dtype == torch.float32 and tile.rows >= _MANY else None
     unit = gcd(channels, 16)
     _weight[*grid, d * pieces](
-        x, g, parts, asked, b, height, width, *g.shape[3:], channels // unit, outputs, *w.shape[3:],
-        *geometry.stride, *geometry.padding, turns, pieces, patch_h, patch_w,
-        UNIT=unit, **tile.launch(),
+        x, g, parts, asked, found, b, height, width, *g.shape[3:], channels // unit, outputs,
+        *w.shape[3:], *geometry.stride, *geometry.padding, turns, pieces, patch_h, patch_w,
+        pieces_of(found), ROOM=ROOM, UNIT=unit, **tile.launch(),
     )  # fmt: skip
     gw, size = torch.empty(w.shape, device=g.device), outputs * row
     blocks = triton.cdiv(size, _BLOCK)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cocofl.numerics import StackedGrid
 from cocofl.vector.kernels.base import Activation
+from cocofl.vector.kernels.triton_halves import power_of_two
 from cocofl.vector.kernels.triton_rows import rounded
 
 
@@ -32,8 +33,7 @@ class Tiles(NamedTuple):
 
 
 # Measured on an H200 with 128 channels.
-_FORWARD = Tiles(128, 128, 32, 8, 3)
-_BACK = {1: Tiles(128, 128, 64, 8, 2), 2: Tiles(128, 128, 32, 8, 3), 3: Tiles(128, 128, 32, 8, 3)}
+_FORWARD = _BACK = Tiles(128, 128, 32, 8, 3)
 _SUM = Tiles(32, 128, 128, 8, 3)
 _PROGRAMS = 132  # that share the rows of a sum
 
@@ -41,14 +41,27 @@ _PROGRAMS = 132  # that share the rows of a sum
 _compiled_once = partial(
     triton.jit,
     do_not_specialize=("n", "devices", "across", "turns"),
-    do_not_specialize_on_alignment=("GRID",),
+    do_not_specialize_on_alignment=("GRID", "ASKED"),
 )
+
+
+@triton.jit
+def _on_grid(x, GRID, layer, d, devices, ROUNDS: tl.constexpr):
+    """A layer's value or gradient, rounded where its device does that.
+
+    ``GRID`` (layer, part, device).
+    """
+    if ROUNDS:
+        own = GRID + layer * 4 * devices
+        low, high = own + 2 * devices, own + 3 * devices
+        x = rounded(x.to(tl.float32), d, own, own + devices, low, high).to(x.dtype)
+    return x
 
 
 @_compiled_once
 def _forward(
-    X, W, BIAS, Y, n, devices, ins, outs, across, upper,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
+    X, W, BIAS, GRID, Y, n, devices, ins, outs, across, upper,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
     BR: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """``Y`` (layer, device, row, out); programs side by side read the same rows."""
@@ -74,18 +87,9 @@ def _forward(
         y = tl.where(y > 0, y, y * 0.0)  # NaN stays NaN
     if CAPPED:
         y = tl.where(y > upper, upper, y)
+    y = _on_grid(y, GRID, layer, d, devices, ROUNDS)
     at = r[:, None] * outs + o[None, :]
     tl.store(Y + own * n * outs + at, y, mask=(r < n)[:, None] & (o < outs)[None, :])
-
-
-@triton.jit
-def _on_grid(g, GRID, layer, d, devices, ROUNDS: tl.constexpr):
-    """A layer's gradient, rounded where its device does that; ``GRID`` (layer, part, device)."""
-    if ROUNDS:
-        own = GRID + layer * 4 * devices
-        low, high = own + 2 * devices, own + 3 * devices
-        g = rounded(g.to(tl.float32), d, own, own + devices, low, high).to(g.dtype)
-    return g
 
 
 @triton.jit
@@ -109,12 +113,14 @@ def _add_product(
 
 @_compiled_once
 def _input(
-    G, H, K, W, GRID, ADDEND, GX, n, devices, ins, outs, across,
+    G, H, K, W, GRID, ADDEND, ASKED, GX, n, devices, ins, outs, across,
     LAYERS: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr,
     BR: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of up to three layers; ``W`` (layer, device, in, out)."""
     tile, d = tl.program_id(0) // across, tl.program_id(1).to(tl.int64)
+    if tl.load(ASKED + d) == 0:
+        return
     r = tile * BR + tl.arange(0, BR)
     i = tl.program_id(0) % across * BI + tl.arange(0, BI)
     y = tl.zeros((BR, BI), tl.float32)
@@ -135,26 +141,28 @@ def _held(x, HELD: tl.constexpr, SCALES: tl.constexpr):
     """A tile in the type it is multiplied in, and the power of two it was divided by."""
     down = 1.0
     if SCALES:
-        largest = tl.max(tl.max(tl.abs(x), 1), 0)
-        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-        down = exponent.to(tl.float32, bitcast=True)
-        x = x * (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        down, up = power_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
+        x = x * up
     return x.to(HELD), down
 
 
 @_compiled_once
 def _weight(
-    G, X, GRID, GW, GB, n, devices, ins, outs, turns, across,
+    G, X, GRID, ASKED, OUT, n, devices, ins, outs, turns, across,
     HELD: tl.constexpr, SCALES: tl.constexpr, ROUNDS: tl.constexpr,
     BR: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk of rows: (device, chunk, out, in), and for the bias (device, chunk, out)."""
+    """Of one chunk of rows: (device, chunk, out · in), and behind it for the bias, (out).
+
+    Zeros where nobody needs it.
+    """
     d, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0) // across
     tile, wide = tl.program_id(0) % across, tl.cdiv(ins, BI)
     o = tile // wide * BO + tl.arange(0, BO)
     i = tile % wide * BI + tl.arange(0, BI)
     G += d * n * outs
     X += d * n * ins
+    turns *= (tl.load(ASKED + d) != 0).to(tl.int32)
     gw = tl.zeros((BO, BI), tl.float32)
     gb = tl.zeros((BR, BO), tl.float32)
     for turn in range(turns):
@@ -168,16 +176,23 @@ def _weight(
         g, g_down = _held(g, HELD, SCALES)
         x, x_down = _held(x, HELD, SCALES)
         gw += tl.dot(tl.trans(g), x) * (g_down * x_down)
-    own = d * (tl.num_programs(0) // across) + chunk
-    at = own * outs * ins + o[:, None] * ins + i[None, :]
-    tl.store(GW + at, gw, mask=(o < outs)[:, None] & (i < ins)[None, :])
-    tl.store(GB + own * outs + o, tl.sum(gb, 0), mask=(o < outs) & (tile % wide == 0))
+    OUT += (d * (tl.num_programs(0) // across) + chunk) * outs * (ins + 1)
+    at = o[:, None] * ins + i[None, :]
+    tl.store(OUT + at, gw, mask=(o < outs)[:, None] & (i < ins)[None, :])
+    tl.store(OUT + outs * ins + o, tl.sum(gb, 0), mask=(o < outs) & (tile % wide == 0))
 
 
 def linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: Activation
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: Activation,
+    grid: Tensor | None = None,
 ) -> list[Tensor]:
-    """activation(x · wᵀ + bias) of each layer, from rows (device, row, in)."""
+    """activation(x · wᵀ + bias) of each layer, from rows (device, row, in).
+
+    It is rounded to ``grid``, of all layers (see :func:`stacked`).
+    """
     x, tiles = x.contiguous(), _FORWARD
     d, n, ins = x.shape
     outs, w = weights[0].shape[1], torch.stack([w.to(x.dtype) for w in weights])
@@ -188,8 +203,8 @@ def linear(
     y = torch.empty(len(weights), d, n, outs, dtype=x.dtype, device=x.device)
     across = len(weights) * triton.cdiv(outs, _fit(tiles.results, outs))
     _forward[triton.cdiv(n, tiles.rows) * across, d](
-        x, w, bias, y, n, d, ins, outs, across, activation.upper or 0.0,
-        HAS_BIAS=bias is not None, ACTIVATION=activation.present,
+        x, w, bias, grid, y, n, d, ins, outs, across, activation.upper or 0.0,
+        HAS_BIAS=bias is not None, ACTIVATION=activation.present, ROUNDS=grid is not None,
         CAPPED=activation.upper is not None, BR=tiles.rows, BO=_fit(tiles.results, outs),
         BI=_fit(tiles.terms, ins), **_launch(tiles),
     )  # fmt: skip
@@ -199,14 +214,16 @@ def linear(
 def linear_input(
     gradients: Sequence[Tensor],
     weights: Sequence[Tensor],
+    asked: Tensor,
     addend: Tensor | None = None,
     grid: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the rows: the sum over the layers of g · w, and ``addend``.
 
-    Gradients are rounded to ``grid`` first, of all layers (see :func:`stacked`).
+    Undefined for devices that did not ask. Gradients are rounded to ``grid`` first, of all layers
+    (see :func:`stacked`).
     """
-    tiles = _BACK[len(gradients)]
+    tiles = _BACK
     gs = [g.contiguous() for g in gradients]
     d, n, outs = gs[0].shape
     ins = weights[0].shape[2]
@@ -214,8 +231,9 @@ def linear_input(
     gx = torch.empty(d, n, ins, dtype=gs[0].dtype, device=w.device)
     across = triton.cdiv(ins, _fit(tiles.results, ins))
     _input[triton.cdiv(n, tiles.rows) * across, d](
-        *gs, *[None] * (3 - len(gs)), w, grid, None if addend is None else addend.contiguous(), gx,
-        n, d, ins, outs, across, LAYERS=len(gs), ROUNDS=grid is not None, ADDS=addend is not None,
+        *gs, *[None] * (3 - len(gs)), w, grid, None if addend is None else addend.contiguous(),
+        asked, gx, n, d, ins, outs, across,
+        LAYERS=len(gs), ROUNDS=grid is not None, ADDS=addend is not None,
         BR=tiles.rows, BI=_fit(tiles.results, ins), BO=_fit(tiles.terms, outs), **_launch(tiles),
     )  # fmt: skip
     return gx
@@ -231,11 +249,13 @@ def stacked(grids: Sequence[StackedGrid | None]) -> Tensor | None:
     return torch.stack(parts).view(len(grids), 4, -1)
 
 
-def linear_weight(g: Tensor, x: Tensor, grid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def linear_weight(
+    g: Tensor, x: Tensor, asked: Tensor, grid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The gradients of one layer's weight and bias; ``g`` is rounded to ``grid`` first.
 
-    Both tiles are read across, which tf32 cannot: they are held as float16, divided by a power of
-    two so that its range is enough (see `triton_attention`).
+    Zero for devices that did not ask. Both tiles are read across, which tf32 cannot: they are held
+    as float16, divided by a power of two so that its range is enough (see `triton_halves`).
     """
     g, x, tiles = g.contiguous(), x.contiguous(), _SUM
     (d, n, outs), ins = g.shape, x.shape[2]
@@ -243,15 +263,15 @@ def linear_weight(g: Tensor, x: Tensor, grid: Tensor | None = None) -> tuple[Ten
     parts = triton.cdiv(outs, down) * triton.cdiv(ins, across)
     chunks = max(1, min(_PROGRAMS // (d * parts), triton.cdiv(n, tiles.rows)))
     turns = triton.cdiv(triton.cdiv(n, tiles.rows), chunks)
-    gw = torch.empty(d, chunks, outs, ins, device=g.device)
-    gb = torch.empty(d, chunks, outs, device=g.device)
+    out = torch.empty(d, chunks, outs * (ins + 1), device=g.device)
     floats = g.dtype == torch.float32
     _weight[chunks * parts, d](
-        g, x, grid, gw, gb, n, d, ins, outs, turns, parts,
+        g, x, grid, asked, out, n, d, ins, outs, turns, parts,
         HELD=tl.float16 if floats else tl.bfloat16, SCALES=floats, ROUNDS=grid is not None,
         BR=tiles.rows, BO=down, BI=across, **_launch(tiles),
     )  # fmt: skip
-    return gw.sum(1), gb.sum(1)
+    gw, gb = out.sum(1).split([outs * ins, outs], 1)
+    return gw.unflatten(1, (outs, ins)), gb
 
 
 def _fit(size: int, n: int) -> int:

@@ -18,10 +18,10 @@ from torch import Tensor
 from cocofl.numerics import SIGNED_LEVELS, StackedGrid
 from cocofl.vector.kernels.base import Activation, Kept, Reading
 
-_TILE = 2048  # float32 numbers that a program holds at a time
+TILE = 2048  # float32 numbers that a program holds at a time
 _PROGRAMS = 528  # that look for the largest number: enough to fill a large GPU
 _LINE = 32  # elements of a row that are worth reading at a time
-_CHUNKS = 128  # such programs per device, at most
+CHUNKS = 128  # such programs per device, at most
 
 # Triton compiles a kernel anew for sizes and addresses that are multiples of 16, and each takes a
 # third of a second. Only the channels and the large tensors gain from it: these do not.
@@ -59,20 +59,20 @@ def blocks(x: Tensor) -> tuple[int, int]:
     _, n, channels = x.shape
     narrow, wide = (triton.cdiv(channels, across) * across for across in (_LINE, 2 * _LINE))
     across = 2 * _LINE if wide <= max(1.15 * channels, narrow) else _LINE
-    room = _TILE * 4 // x.element_size()
+    room = TILE * 4 // x.element_size()
     return max(1, min(room // across, triton.next_power_of_2(n))), across
 
 
-def _chunks(devices: int, n: int) -> tuple[int, int]:
+def chunks_of(devices: int, n: int) -> tuple[int, int]:
     """How many tiles each program of a device goes through, and how many programs there are."""
-    tiles = triton.cdiv(n, _TILE)
-    turns = max(1, devices * tiles // _PROGRAMS, triton.cdiv(tiles, _CHUNKS))
+    tiles = triton.cdiv(n, TILE)
+    turns = max(1, devices * tiles // _PROGRAMS, triton.cdiv(tiles, CHUNKS))
     return turns, triton.cdiv(tiles, turns)
 
 
 def _room(chunks: int) -> int:
     """For what each found: few sizes, so that few kernels are compiled."""
-    return 16 if chunks <= 16 else _CHUNKS
+    return 16 if chunks <= 16 else CHUNKS
 
 
 @triton.jit
@@ -123,9 +123,9 @@ def largest(x: Tensor, rows: Tensor) -> Tensor:
     """max|x| / 127 of each device, over its valid rows."""
     x = x.detach().contiguous()
     d, n, channels = x.shape
-    turns, chunks = _chunks(d, n * channels)
+    turns, chunks = chunks_of(d, n * channels)
     parts, scale = torch.empty(d, chunks, device=x.device), torch.empty(d, device=x.device)
-    _largest[d, chunks](x, rows, parts, n * channels, channels, turns, BN=_TILE)
+    _largest[d, chunks](x, rows, parts, n * channels, channels, turns, BN=TILE)
     _widest[(d,)](parts, scale, chunks, float(SIGNED_LEVELS), BK=_room(chunks))
     return scale
 

@@ -124,10 +124,14 @@ class Layer(Instruction):
     def _to_image(self, x: Tensor) -> Tensor:
         return x if self.op.kind is None else self.op.kind.to_image(x)
 
-    def kernel_grid(self, step: StepContext) -> StackedGrid | None:
-        """What its kernel rounds gradients to: grids that are known, with no ReLU before them."""
-        point = step.point(GRADIENT, self.name, self.block)
-        return None if point.must_measure or self.activation.present else point.known
+    def kernel_grids(self, step: StepContext) -> tuple[StackedGrid | None, StackedGrid | None]:
+        """What its kernel rounds its value and the gradient of that to, as far as it is known.
+
+        No ReLU may stand before a gradient that it rounds.
+        """
+        value, gradient = (step.point(k, self.name, self.block) for k in (OUTPUT, GRADIENT))
+        left = gradient.must_measure or self.activation.present
+        return None if value.must_measure else value.known, None if left else gradient.known
 
     def finish(
         self,
@@ -140,7 +144,7 @@ class Layer(Instruction):
     ) -> Tensor:
         """All that follows the product, or (``is_begun``) what :class:`Linears` leaves of it."""
         finish = replace(self._what_follows(y, step, moments), is_begun=is_begun)
-        if is_begun and self.kernel_grid(step) is not None:
+        if is_begun and self.kernel_grids(step)[1] is not None:
             finish = replace(finish, gradient=ActivePoint(step.kernels))
         addend = None
         if self.op.addend is not None:
@@ -180,8 +184,10 @@ class Linears(Instruction):
         else:
             biases = [step.leaf(layer.bias) for layer in self.layers]
             raw = env[first.op.x] if self.shares else None
-            grids = [layer.kernel_grid(step) for layer in self.layers]
-            found, passed = linear_layers(x, weights, biases, first.activation, kernels, raw, grids)
+            grids = [layer.kernel_grids(step) for layer in self.layers]
+            found, passed = linear_layers(
+                x, weights, biases, first.activation, kernels, raw, grids, step.asked(self.block)
+            )
             if self.shares:
                 env[first.op.x] = passed
             for layer, y in zip(self.layers, found, strict=True):
@@ -289,7 +295,8 @@ class NormaliseSamples(Instruction):
             dropping = None if self.drop is None else self.drop.dropping(step)
             weight, bias = step.leaf(self.weight), step.leaf(self.bias)
             added, channels = addend[0] if addend else None, step.channels.get(self.name)
-            y = kernels.normalise(x, added, dropping, weight, bias, self.layer.eps, channels)
+            asked, eps = step.asked(self.block).value, self.layer.eps
+            y = kernels.normalise(x, added, dropping, weight, bias, eps, asked, channels)
         return y
 
     def _plain(self, x: Tensor, step: StepContext) -> Tensor:
@@ -354,7 +361,7 @@ class Drop(Instruction):
         if dropping is None:
             return x
         if self.is_elementwise and (kernels := step.kernels.chains(x)) is not None:
-            dropped: Tensor = kernels.drop(x, dropping)
+            dropped: Tensor = kernels.drop(x, dropping, step.asked(self.block).value)
             return dropped
         merged = x.flatten(0, 1)
         if isinstance(self.function, type):
@@ -438,7 +445,7 @@ class Attend(Instruction):
             y = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
         else:
             scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-            y = attend(query, key, value, mask, scale)
+            y = attend(query, key, value, mask, scale, step.asked(self.block).value)
         return torch.unflatten(y, 0, queries.shape[:2])
 
 

@@ -164,17 +164,19 @@ def linear_layers(
     activation: Activation,
     kernels: ModuleType,
     passed: Tensor | None,
-    grids: Sequence[StackedGrid | None],
+    grids: Sequence[tuple[StackedGrid | None, StackedGrid | None]],
+    asked: Asked,
 ) -> tuple[list[Tensor], Tensor | None]:
     """``x`` through several linear layers, by kernels that shift and activate, too.
 
     What comes back through the activation is left to who finishes the layers. ``passed`` is
     handed on as it is to others who read ``x``: what they send back is added to the gradient of
-    ``x`` on the way, instead of in a pass of its own. ``grids`` are what gradients are rounded to.
+    ``x`` on the way, instead of in a pass of its own. ``grids`` are what each layer rounds
+    its value and its gradient to.
     """
     ways = [tensor for way in zip(*weights, strict=True) for tensor in way]
     found = _Linears.apply(  # type: ignore[no-untyped-call]
-        rows_of(x, image=False), passed, kernels, activation, grids, *biases, *ways
+        rows_of(x, image=False), passed, kernels, activation, grids, asked, *biases, *ways
     )
     rows = found[: len(weights)]
     handed_on = None if passed is None else found[-1]
@@ -265,14 +267,16 @@ class _Linears(torch.autograd.Function):
         passed: Tensor | None,
         kernels: ModuleType,
         activation: Activation,
-        grids: Sequence[StackedGrid | None],
+        grids: Sequence[tuple[StackedGrid | None, StackedGrid | None]],
+        asked: Asked,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         n = len(tensors) // 4
         biases, own, forward, back = (tensors[i * n : (i + 1) * n] for i in range(4))
-        ctx.kernels, ctx.grids, ctx.dtypes = kernels, grids, [w.dtype for w in own]
+        of_values, ctx.grids = (kernels.stacked(kind) for kind in zip(*grids, strict=True))
+        ctx.kernels, ctx.asked, ctx.dtypes = kernels, asked, [w.dtype for w in own]
         ctx.save_for_backward(x, *back)
-        found = kernels.linear(x, forward, biases, activation)
+        found = kernels.linear(x, forward, biases, activation, of_values)
         return (*found,) if passed is None else (*found, passed.view_as(passed))
 
     @staticmethod
@@ -280,21 +284,20 @@ class _Linears(torch.autograd.Function):
         x, *back = ctx.saved_tensors
         n = len(back)
         own, others = gradients[:n], gradients[n:]
-        grid = ctx.kernels.stacked(ctx.grids)
-        gx = None
+        grid, asked, gx = ctx.grids, ctx.asked, None
         if ctx.needs_input_grad[0]:
             sent = others[0].reshape(x.shape) if others else None
-            gx = ctx.kernels.linear_input(own, back, sent, grid)
+            gx = ctx.kernels.linear_input(own, back, asked.value, sent, grid)
         found = [
-            ctx.kernels.linear_weight(g, x, None if grid is None else grid[i])
+            ctx.kernels.linear_weight(g, x, asked.weight, None if grid is None else grid[i])
             for i, g in enumerate(own)
         ]
         shifts = [
             gb if needed else None
-            for (_, gb), needed in zip(found, ctx.needs_input_grad[5 : 5 + n], strict=True)
+            for (_, gb), needed in zip(found, ctx.needs_input_grad[6 : 6 + n], strict=True)
         ]
         weights = [gw.to(dtype) for (gw, _), dtype in zip(found, ctx.dtypes, strict=True)]
-        return gx, None, None, None, None, *shifts, *weights, *[None] * 2 * n
+        return gx, *[None] * 5, *shifts, *weights, *[None] * 2 * n
 
 
 def _sum_of_products(g: Tensor, x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Finish:
     activation: Activation = NO_ACTIVATION
     norm: Norm | None = None
     is_begun: bool = False
-    """Whether the layer's own kernel has activated already."""
+    """Whether the layer's own kernel has activated already, and rounded if the grid was known."""
     moments: Moments | None = None
     """Of the layer's result, where its own kernel took them."""
 
@@ -136,7 +136,7 @@ class _Finish(torch.autograd.Function):
         if c is not None:
             z = y.view_as(y)
         elif norm is None:
-            still = NO_ACTIVATION if finish.is_begun else act
+            still, now = (NO_ACTIVATION, None) if finish.is_begun else (act, now)
             z = run.finish(y, offset, addend, still, now)
         else:
             normalise = finish.kernels.norms(y).normalise
