@@ -48,8 +48,11 @@ def compiling_only(on: torch.device) -> Iterator[None]:
             initializer=torch.cuda.set_device,
             initargs=(torch.cuda.current_device(),),
         ) as pool:
-            # To ask a kernel for its launcher loads both.
-            list(pool.map(attrgetter("run"), made))
+            # To ask a kernel for its launcher loads both. A C compiler builds a launcher, which all
+            # kernels of one signature share: so it is first asked for by one of them.
+            one_of_each = {tuple(kernel.src.signature.values()): kernel for kernel in made}
+            for some in (one_of_each.values(), made):
+                list(pool.map(attrgetter("run"), some))
 
 
 class _Later(Executor):
@@ -75,7 +78,7 @@ class _Later(Executor):
 
 
 def compile_in_processes(kernels: Sequence[Callable[[], Any]]) -> None:
-    """Let copies of this process compile kernels, and their launchers, into Triton's cache.
+    """Let copies of this process compile kernels into Triton's cache.
 
     Threads would wait for one another: compilers keep Python's lock for most of their time. A copy
     does not touch the GPU. What it does not get done is left to the caller, and nothing is said.
@@ -100,16 +103,9 @@ def _compile_and_leave(kernels: Sequence[Callable[[], Any]]) -> None:
     try:
         for kernel in kernels:
             with suppress(Exception):
-                _build_launcher(kernel())
+                kernel()
     finally:
         os._exit(0)
-
-
-def _build_launcher(made: Any) -> None:
-    """With a C compiler."""
-    from triton.runtime import driver  # noqa: PLC0415
-
-    driver.active.launcher_cls(made.src, made.metadata)
 
 
 def _wait_for(processes: Sequence[int], until: float) -> None:
