@@ -471,6 +471,22 @@ def test_norm_of_a_sum(adds: bool, p: float, counts: tuple[int, ...] | None) -> 
     assert not found[1][2][1].any()  # of factors
 
 
+def test_norms_of_samples_round_what_they_make() -> None:
+    """On two of three devices."""
+    torch.manual_seed(0)
+    x, rows = torch.randn(3, 4, 33, 24, device="cuda"), torch.randn(2, 3, 24, device="cuda")
+    scales = torch.tensor([0.02, torch.nan, 0.01], device="cuda")
+    grid = stacked_grid(scales, torch.zeros(3, dtype=torch.bool, device="cuda"))
+    kernels = KernelSet.on(torch.device("cuda")).chains(x)
+    assert kernels is not None
+    asked = torch.ones(3, dtype=torch.bool, device="cuda")
+    plain, rounded = (
+        kernels.normalise(x, x, None, *rows, 1e-5, asked, None, to) for to in (None, grid)
+    )
+    assert relative(snap(plain.flatten(1), grid), rounded.flatten(1)) < 1e-6
+    assert torch.equal(plain[1], rounded[1])
+
+
 def test_dropout_repeats_and_draws_anew() -> None:
     """Captured or not, the seed decides; each step of a captured graph drops other elements."""
     (_, cohort), state = cohorts("transformer", dropout=0.2)

@@ -12,7 +12,6 @@ here.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cocofl.vector.kernels.triton_halves import power_of_two
+from cocofl.vector.kernels.triton_launch import kernels, wait_for_those_before
 
 _LOG2_E = 1.4426950408889634
 _HELD = tl.constexpr(tl.float16)
 
-# What gains nothing from being a multiple of 16: see `triton_rows`.
+# What gains nothing from being a multiple of 16: see `triton_launch`.
 _SIZES = ("heads", "queries", "keys", "tiles", "parts", "each")
 _SIZES += ("mask_sample", "mask_head", "mask_key")
-_compiled_once = partial(
-    triton.jit,
-    do_not_specialize=_SIZES,
-    do_not_specialize_on_alignment=("MASK", "ASKED", "LSE", "DELTA", "LARGEST"),
-)
+_compiled_once = kernels(sizes=_SIZES, of_devices=("MASK", "ASKED", "LSE", "DELTA", "LARGEST"))
 
 
 class Tiles(NamedTuple):
@@ -115,6 +111,7 @@ def _forward(
     MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    wait_for_those_before()
     first, x, sample, head = _place(tiles, heads, BQ)
     K += sample * k_sample + head * k_head
     V += sample * v_sample + head * v_head
@@ -152,6 +149,7 @@ def _prepare(
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """How much each query's weights must give back, and the largest entry of the gradient."""
+    wait_for_those_before()
     first, x, sample, head = _place(tiles, heads, BQ)
     if tl.load(ASKED + sample // each) == 0:
         return
@@ -173,6 +171,7 @@ def _back_queries(
     MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_those_before()
     first, x, sample, head = _place(tiles, heads, BQ)
     if tl.load(ASKED + sample // each) == 0:
         return
@@ -209,6 +208,7 @@ def _back_keys(
     MASKED: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_those_before()
     first, x, sample, head = _place(tiles, heads, BK)
     if tl.load(ASKED + sample // each) == 0:
         return

@@ -7,7 +7,6 @@ makes it again. Sums over rows have a fixed order, so runs repeat to the bit.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +14,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cocofl.numerics import StackedGrid
 from cocofl.vector.kernels.base import Dropping
-from cocofl.vector.kernels.triton_rows import stride
+from cocofl.vector.kernels.triton_launch import kernels, wait_for_those_before
+from cocofl.vector.kernels.triton_rows import grid_parts, rounded, stride
 
 _TILE = 4096  # elements that a program holds at a time
 _PROGRAMS = 2048  # that share the rows of a sum, at most
 _WARPS = 8  # of a program that holds a tile of several tensors
 
-# What gains nothing from being a multiple of 16: see `triton_rows`.
-_compiled_once = partial(
-    triton.jit,
-    do_not_specialize=("n", "turns", "weight_stride", "bias_stride", "threshold"),
-    do_not_specialize_on_alignment=("ACTIVE", "ASKED", "SEED", "WEIGHT", "BIAS", "LEADING"),
+# What gains nothing from being a multiple of 16: see `triton_launch`.
+_compiled_once = kernels(
+    sizes=("n", "turns", "weight_stride", "bias_stride", "threshold"),
+    of_devices=(
+        "ACTIVE",
+        "ASKED",
+        "SEED",
+        "WEIGHT",
+        "BIAS",
+        "LEADING",
+        "SCALE",
+        "PER_STEP",
+        "LOW",
+        "HIGH",
+    ),
 )
 
 
@@ -55,6 +66,7 @@ def _kept(at, d, SEED, ACTIVE, threshold, keep_factor):
 
 @_compiled_once
 def _drop(X, Y, SEED, ACTIVE, ASKED, size, threshold, keep_factor, BN: tl.constexpr):
+    wait_for_those_before()
     d = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BN + tl.arange(0, BN)
     at, inside = d * size + i, i < size
@@ -84,11 +96,12 @@ def _standard(x, c, channels, eps):
 
 @_compiled_once
 def _normalise(
-    X, ADDEND, SUM, Y, WEIGHT, BIAS, SEED, ACTIVE, LEADING, n, channels, weight_stride,
-    bias_stride, eps, threshold, keep_factor,
+    X, ADDEND, SUM, Y, WEIGHT, BIAS, SEED, ACTIVE, LEADING, SCALE, PER_STEP, LOW, HIGH,
+    n, channels, weight_stride, bias_stride, eps, threshold, keep_factor,
     ADDS: tl.constexpr, DROPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    COUNTED: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    COUNTED: tl.constexpr, ROUNDS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    wait_for_those_before()
     d = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
     c = tl.arange(0, BC)[None, :]
@@ -106,6 +119,8 @@ def _normalise(
         y = y * tl.load(WEIGHT + d * weight_stride + c, mask=c < channels, other=0.0)
     if HAS_BIAS:
         y = y + tl.load(BIAS + d * bias_stride + c, mask=c < channels, other=0.0)
+    if ROUNDS:
+        y = rounded(y, d, SCALE, PER_STEP, LOW, HIGH)
     tl.store(Y + at, y, mask=inside)
 
 
@@ -116,6 +131,7 @@ def _normalise_back(
     DROPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, COUNTED: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    wait_for_those_before()
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, BC)[None, :]
     leading = _leading(LEADING, d, channels, COUNTED)
@@ -164,14 +180,16 @@ def normalise(
     eps: float,
     asked: Tensor,
     channels: Tensor | None = None,
+    grid: StackedGrid | None = None,
 ) -> Tensor:
     """LayerNorm over the last axis of ``drop(x) + addend``, with each device's own factors.
 
-    Of the leading ``channels`` only, (device), where they are given. The gradients of ``x`` and
-    ``addend`` are undefined on devices that did not ask, those of the factors zero.
+    Of the leading ``channels`` only, (device), where they are given. The result is rounded to
+    ``grid``. The gradients of ``x`` and ``addend`` are undefined on devices that did not ask,
+    those of the factors zero.
     """
     seed = None if dropping is None else _seed(x)
-    return _Normalise.apply(x, addend, weight, bias, seed, dropping, eps, asked, channels)
+    return _Normalise.apply(x, addend, weight, bias, seed, dropping, eps, asked, channels, grid)
 
 
 def _random(dropping: Dropping | None) -> tuple[int, float]:
@@ -213,6 +231,7 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         asked: Tensor,
         leading: Tensor | None,
+        grid: StackedGrid | None,
     ) -> Tensor:
         x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         d, n, channels = len(x), x[0].numel() // x.shape[-1], x.shape[-1]
@@ -220,10 +239,11 @@ class _Normalise(torch.autograd.Function):
         total = x if addend is None and dropping is None else torch.empty_like(x)
         _normalise[d, triton.cdiv(n, down)](
             x, None if addend is None else addend.contiguous(), total, y, weight, bias, seed,
-            None if dropping is None else dropping.active, leading, n, channels, stride(weight),
-            stride(bias), eps, *_random(dropping), ADDS=addend is not None,
+            None if dropping is None else dropping.active, leading, *grid_parts(grid), n, channels,
+            stride(weight), stride(bias), eps, *_random(dropping), ADDS=addend is not None,
             DROPS=dropping is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-            COUNTED=leading is not None, BN=down, BC=across, num_warps=_WARPS,
+            COUNTED=leading is not None, ROUNDS=grid is not None, BN=down, BC=across,
+            num_warps=_WARPS,
         )  # fmt: skip
         ctx.save_for_backward(total, weight)
         ctx.seed, ctx.dropping, ctx.eps, ctx.leading = seed, dropping, eps, leading
@@ -253,7 +273,7 @@ class _Normalise(torch.autograd.Function):
         addend = shared if ctx.has_addend else None
         gw, gb = sums.sum(1).split(channels, 1)
         learned = None if weight is None else gw, gb if ctx.has_bias else None
-        return gx, addend, *learned, *[None] * 5
+        return gx, addend, *learned, *[None] * 6
 
 
 def _blocks(n: int, channels: int) -> tuple[int, int]:

@@ -12,7 +12,6 @@ taken as they are, so a value above 65504 is infinite there.
 
 from __future__ import annotations
 
-from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels.triton_depthwise import by_device, room_for_result, room_like
 from cocofl.vector.kernels.triton_halves import ROOM, peaks, pieces_of, scale_of
+from cocofl.vector.kernels.triton_launch import kernels, wait_for_those_before
 
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU; sums are cut into as many pieces
 _SIDE = 32  # of the tiles in which weights are laid out anew
@@ -37,9 +37,7 @@ _SIZES = ("images", "height", "width", "out_height", "out_width", "tall", "wide"
 _SIZES += ("step_h", "step_w", "spread_h", "spread_w", "direction", "pad_h", "pad_w")
 _SIZES += ("turns", "pieces", "patch_h", "patch_w", "taps", "stride", "inputs", "filters")
 _SIZES += ("row", "size", "zero", "chunks")
-_compiled_once = partial(
-    triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=("OWN", "ASKED", "PEAKS")
-)
+_compiled_once = kernels(sizes=_SIZES, of_devices=("OWN", "ASKED", "PEAKS"))
 
 
 class Tile(NamedTuple):
@@ -88,6 +86,7 @@ def _convolve(
     from row ``u + (r + pad - i) / spread``: each ``r`` is a convolution of its own, with fewer
     taps. The same formula with ``step`` or ``spread`` 1 and ``direction`` 1 or -1.
     """
+    wait_for_those_before()
     d = tl.program_id(2).to(tl.int64)
     r, s = tl.program_id(1) // spread_w, tl.program_id(1) % spread_w
     i, j = (r + pad_h) % spread_h, (s + pad_w) % spread_w
@@ -134,8 +133,7 @@ def _convolve(
         # Taps before channels: what the next tap reads was, for the most part, just read.
         across += 1
         done = across >= taps_across
-        across = tl.where(done, 0, across)
-        down = tl.where(done, down + 1, down)
+        across, down = tl.where(done, 0, across), tl.where(done, down + 1, down)
         done = down >= taps_down
         down = tl.where(done, 0, down)
         first = tl.where(done, first + BK, first)
@@ -160,6 +158,7 @@ def _weight(
     within a patch stays the same from one to the next. Where the gradients' ``PEAKS`` are given,
     tiles are held as float16.
     """
+    wait_for_those_before()
     d, piece = (tl.program_id(2) // pieces).to(tl.int64), tl.program_id(2) % pieces
     channels = units * UNIT
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -216,6 +215,7 @@ def _weight(
 @_compiled_once
 def _lay(OWN, OUT, stride, inputs, taps, row, size, BLOCK: tl.constexpr):
     """(filter, in, tap) to (filter, tap, in)."""
+    wait_for_those_before()
     d = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o, f = at // row, at % row
@@ -226,6 +226,7 @@ def _lay(OWN, OUT, stride, inputs, taps, row, size, BLOCK: tl.constexpr):
 @_compiled_once
 def _lay_back(OWN, OUT, stride, row, filters, SIDE: tl.constexpr):
     """(filter, in · tap) to (in · tap, filter)."""
+    wait_for_those_before()
     d = tl.program_id(2).to(tl.int64)
     f = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[:, None]
     o = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
@@ -237,6 +238,7 @@ def _lay_back(OWN, OUT, stride, row, filters, SIDE: tl.constexpr):
 @_compiled_once
 def _gather(PARTS, OUT, pieces, inputs, taps, row, size, BLOCK: tl.constexpr):
     """The sum of pieces (filter, tap, in), in their order, as (filter, in, tap)."""
+    wait_for_those_before()
     d = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o, f = at // row, at % row

@@ -6,8 +6,6 @@ what they make.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels.base import Moments, Reading
+from cocofl.vector.kernels.triton_launch import kernels, wait_for_those_before
 from cocofl.vector.kernels.triton_rows import grid_of, read_finished, reading_parts
 
 _TILE = 2048  # positions times channels that a program holds at a time
@@ -26,9 +25,7 @@ _PROGRAMS, _TURNS = 2048, 16  # of them, at most; and tiles that each takes, at 
 _SIZES = ("samples", "height", "width", "out_height", "out_width", "turns", "stride")
 _OF_DEVICES = ("W", "ASKED", "OUT", "FACTOR", "OFFSET", "SCALE", "PER_STEP", "LOW", "HIGH")
 _OF_DEVICES += ("VALID", "MEAN", "SQUARES", "COUNT")
-_compiled_once = partial(
-    triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_DEVICES
-)
+_compiled_once = kernels(sizes=_SIZES, of_devices=_OF_DEVICES)
 
 
 @triton.jit
@@ -63,6 +60,7 @@ def _convolve(
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Forward; or ``BACK`` from the gradient of the result to that of the images."""
+    wait_for_those_before()
     image = tl.program_id(2).to(tl.int64)
     d = image // samples
     p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
@@ -136,6 +134,7 @@ def _weight(
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Of some positions of one device's images; zeros where nobody needs it."""
+    wait_for_those_before()
     piece, d = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     nothing = tl.zeros((BP, BC), tl.float32)
@@ -212,6 +211,7 @@ def _roll(
 
     A row is read once and goes into three rows of the result. ``BACK`` turns the weights around.
     """
+    wait_for_those_before()
     d = tl.program_id(2).to(tl.int64)
     p = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
@@ -219,8 +219,7 @@ def _roll(
     inside = (p < samples * WIDTH) & (c < channels)
     if BACK:
         inside = inside & (tl.load(ASKED + d) != 0)
-    tap = W + d * stride + c * 9 + (8 if BACK else 0)
-    step = -1 if BACK else 1
+    tap, step = W + d * stride + c * 9 + (8 if BACK else 0), -1 if BACK else 1
     across = c < channels
     w0 = tl.load(tap, mask=across, other=0.0)
     w1 = tl.load(tap + step, mask=across, other=0.0)
@@ -283,6 +282,7 @@ def _roll_weight(
     ROUNDS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The same way down for the weight's gradient of some columns; zeros where nobody needs it."""
+    wait_for_those_before()
     piece, d = tl.program_id(0), tl.program_id(2).to(tl.int64)
     p = piece * BP + tl.arange(0, BP)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]

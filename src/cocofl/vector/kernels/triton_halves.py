@@ -7,23 +7,18 @@ gradients, is multiplied by a power of two before and divided by it after; that 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cocofl.vector.kernels.triton_launch import kernels, wait_for_those_before
 from cocofl.vector.kernels.triton_rows import CHUNKS, TILE, chunks_of
 
 ROOM = CHUNKS
 """For the pieces of a device, of which there are no more."""
 
-_compiled_once = partial(
-    triton.jit,
-    do_not_specialize=("stride", "size", "turns"),
-    do_not_specialize_on_alignment=("ASKED",),
-)
+_compiled_once = kernels(sizes=("stride", "size", "turns"), of_devices=("ASKED",))
 
 
 @triton.jit
@@ -51,6 +46,7 @@ def scale_of(PEAKS, d, chunks, ROOM: tl.constexpr):
 
 @_compiled_once
 def _peaks(X, ASKED, OUT, stride, size, turns, BN: tl.constexpr):
+    wait_for_those_before()
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if ASKED is not None:
         turns *= (tl.load(ASKED + d) != 0).to(tl.int32)

@@ -8,7 +8,6 @@ layers before it is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from cocofl.numerics import StackedGrid
 from cocofl.vector.kernels.base import Activation
 from cocofl.vector.kernels.triton_halves import power_of_two
+from cocofl.vector.kernels.triton_launch import kernels, wait_for_those_before
 from cocofl.vector.kernels.triton_rows import rounded
 
 
@@ -37,12 +37,8 @@ _FORWARD = _BACK = Tiles(128, 128, 32, 8, 3)
 _SUM = Tiles(32, 128, 128, 8, 3)
 _PROGRAMS = 132  # that share the rows of a sum
 
-# What gains nothing from being a multiple of 16: see `triton_rows`.
-_compiled_once = partial(
-    triton.jit,
-    do_not_specialize=("n", "devices", "across", "turns"),
-    do_not_specialize_on_alignment=("GRID", "ASKED"),
-)
+# What gains nothing from being a multiple of 16: see `triton_launch`.
+_compiled_once = kernels(sizes=("n", "devices", "across", "turns"), of_devices=("GRID", "ASKED"))
 
 
 @triton.jit
@@ -65,6 +61,7 @@ def _forward(
     BR: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """``Y`` (layer, device, row, out); programs side by side read the same rows."""
+    wait_for_those_before()
     tile, d = tl.program_id(0) // across, tl.program_id(1).to(tl.int64)
     wide = tl.cdiv(outs, BO)
     layer = (tl.program_id(0) % across) // wide
@@ -118,6 +115,7 @@ def _input(
     BR: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of up to three layers; ``W`` (layer, device, in, out)."""
+    wait_for_those_before()
     tile, d = tl.program_id(0) // across, tl.program_id(1).to(tl.int64)
     if tl.load(ASKED + d) == 0:
         return
@@ -156,6 +154,7 @@ def _weight(
 
     Zeros where nobody needs it.
     """
+    wait_for_those_before()
     d, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0) // across
     tile, wide = tl.program_id(0) % across, tl.cdiv(ins, BI)
     o = tile // wide * BO + tl.arange(0, BO)

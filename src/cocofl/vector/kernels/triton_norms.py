@@ -31,6 +31,7 @@ from cocofl.vector.kernels.base import (
     Moments,
     Norm,
 )
+from cocofl.vector.kernels.triton_launch import wait_for_those_before
 from cocofl.vector.kernels.triton_rows import (
     before_activation,
     blocks,
@@ -235,6 +236,7 @@ def _settle(
     HAS_RUNNING: tl.constexpr, OWN_MOMENTUM: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """From the moments of all pieces to what the norm does to some channels."""
+    wait_for_those_before()
     d = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     inside, at = c < channels, d * channels + c
@@ -282,6 +284,7 @@ def _normalise(
     SUMS: tl.constexpr, RESULTS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    wait_for_those_before()
     d, chunk, tile = _place(wide, SUMS, RESULTS)
     c = tile * BC + tl.arange(0, BC)
     inside, at = c < channels, d * channels + c
@@ -444,6 +447,7 @@ def _back(
     AGAIN: tl.constexpr, Z_ROUNDS: tl.constexpr, SUMS: tl.constexpr, RESULTS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    wait_for_those_before()
     d, chunk, tile = _place(wide, SUMS, RESULTS)
     c = tile * BC + tl.arange(0, BC)
     across, own = c < channels, d * channels + c
@@ -469,8 +473,7 @@ def _back(
                 )  # fmt: skip
                 sum_g += g
                 sum_gy += tl.where(inside, g * (y - mean), 0.0)
-            total_g = tl.sum(sum_g, 0)
-            total_gy = tl.sum(sum_gy, 0)
+            total_g, total_gy = tl.sum(sum_g, 0), tl.sum(sum_gy, 0)
             if not RESULTS:
                 row = wide * BC
                 tl.store(SUM_G + (d * chunks + chunk) * row + c, total_g)

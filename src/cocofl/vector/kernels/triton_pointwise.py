@@ -20,6 +20,7 @@ from torch import Tensor
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels.base import Moments, Reading, from_rows, rows_of
 from cocofl.vector.kernels.triton_depthwise import by_device
+from cocofl.vector.kernels.triton_launch import wait_for_those_before
 from cocofl.vector.kernels.triton_rows import (
     compiled_once,
     finished_on_grid,
@@ -59,6 +60,7 @@ def _product(
     EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one device; ``BACK`` takes weights (in, out) as (out, in)."""
+    wait_for_those_before()
     d = tl.program_id(1).to(tl.int64)
     piece, across = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     inputs, outputs = in_units * IN_UNIT, out_units * OUT_UNIT
@@ -112,6 +114,7 @@ def _weight(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A tile (out, in) of one device's gradient, over some rows; zeros where nobody needs it."""
+    wait_for_those_before()
     d, piece = (tl.program_id(2) // pieces).to(tl.int64), tl.program_id(2) % pieces
     inputs, outputs = in_units * IN_UNIT, out_units * OUT_UNIT
     o, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
@@ -141,6 +144,7 @@ def _weight(
 
 @compiled_once
 def _add_up(PARTS, OUT, size, pieces, BLOCK: tl.constexpr):
+    wait_for_those_before()
     d, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for piece in range(pieces):

@@ -8,7 +8,6 @@ with small batches is bound by memory, so what counts is how often a tensor is r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import triton
@@ -17,14 +16,14 @@ from torch import Tensor
 
 from cocofl.numerics import SIGNED_LEVELS, StackedGrid
 from cocofl.vector.kernels.base import Activation, Kept, Reading
+from cocofl.vector.kernels.triton_launch import kernels, wait_for_those_before
 
 TILE = 2048  # float32 numbers that a program holds at a time
 _PROGRAMS = 528  # that look for the largest number: enough to fill a large GPU
 _LINE = 32  # elements of a row that are worth reading at a time
 CHUNKS = 128  # such programs per device, at most
 
-# Triton compiles a kernel anew for sizes and addresses that are multiples of 16, and each takes a
-# third of a second. Only the channels and the large tensors gain from it: these do not.
+# What gains nothing from being a multiple of 16: see `triton_launch`.
 _SIZES = ("n", "turns", "chunks", "devices", "weight_stride", "bias_stride", "layer_stride")
 _SIZES += ("mean_stride", "variance_stride", "frozen_factor_stride", "frozen_offset_stride")
 _SIZES += ("offset_stride", "size", "wide")
@@ -45,9 +44,7 @@ _OF_DEVICES += ("SCALE", "PER_STEP", "LOW", "HIGH", "Z_SCALE", "Z_PER_STEP", "Z_
 _OF_DEVICES += ("WEIGHT", "BIAS", "LAYER_BIAS", "RUNNING_MEAN", "RUNNING_VARIANCE", "ASKED")
 _OF_DEVICES += ("FROZEN_FACTOR", "FROZEN_OFFSET", "COUNTERS", "MEAN", "SQUARES", "RSTD", "FACTOR")
 _OF_DEVICES += ("OFFSET", "SUM_G", "SUM_GY", "SHIFT", "SLOPE")
-compiled_once = partial(
-    triton.jit, do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_DEVICES
-)
+compiled_once = kernels(sizes=_SIZES, of_devices=_OF_DEVICES)
 
 
 def blocks(x: Tensor) -> tuple[int, int]:
@@ -102,6 +99,7 @@ def rounded(x, d, SCALE, PER_STEP, LOW, HIGH):
 
 @compiled_once
 def _largest(X, ROWS, OUT, size, channels, turns, BN: tl.constexpr):
+    wait_for_those_before()
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     valid = tl.load(ROWS + d) * channels  # rows follow one another, so the valid ones are a prefix
     best = tl.zeros((BN,), tl.float32)
@@ -114,6 +112,7 @@ def _largest(X, ROWS, OUT, size, channels, turns, BN: tl.constexpr):
 
 @compiled_once
 def _widest(PARTS, OUT, chunks, levels, BK: tl.constexpr):
+    wait_for_those_before()
     d, k = tl.program_id(0), tl.arange(0, BK)
     parts = tl.load(PARTS + d * chunks + k, mask=k < chunks, other=0.0)
     tl.store(OUT + d, tl.max(parts, 0) / levels)
@@ -182,6 +181,7 @@ def _finish(
     ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    wait_for_those_before()
     d = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
     c = tl.program_id(2) * BC + tl.arange(0, BC)[None, :]
@@ -273,6 +273,7 @@ def _back(
     ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    wait_for_those_before()
     d = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
     c = tl.program_id(2) * BC + tl.arange(0, BC)[None, :]
@@ -309,6 +310,7 @@ def total(g: Tensor, rows: Tensor) -> Tensor:
 
 @compiled_once
 def _measured(MEASURED, FLY, UNSIGNED, SCALE, PER_STEP, LOW, HIGH, OUT, devices, BD: tl.constexpr):
+    wait_for_those_before()
     d = tl.arange(0, BD)
     inside = d < devices
     fly = tl.load(FLY + d, mask=inside, other=0) != 0
@@ -335,8 +337,9 @@ def measured_grid(scale: Tensor, fly: Tensor, unsigned: Tensor, known: StackedGr
     return StackedGrid(*out)
 
 
-@triton.jit
+@compiled_once
 def _sgd(P, G, LEARNS, VALID, LR, COPY, OTHER, n, decay, COPIES: tl.constexpr, BN: tl.constexpr):
+    wait_for_those_before()
     d = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BN + tl.arange(0, BN)
     alive = tl.load(VALID + d) > 0

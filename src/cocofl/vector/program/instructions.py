@@ -261,6 +261,7 @@ class NormaliseSamples(Instruction):
     else reads them: one kernel drops, adds and normalises. Without it one follows the other.
     """
 
+    settles = False
     x: str
     layer: nn.LayerNorm | nn.GroupNorm
     total: Node | None = None
@@ -290,14 +291,15 @@ class NormaliseSamples(Instruction):
             for part in (self.drop, self.total):
                 if part is not None:
                     env[part.name] = part(env, step)
-            y = self._plain(env[self.x], step)
-        else:
-            dropping = None if self.drop is None else self.drop.dropping(step)
-            weight, bias = step.leaf(self.weight), step.leaf(self.bias)
-            added, channels = addend[0] if addend else None, step.channels.get(self.name)
-            asked, eps = step.asked(self.block).value, self.layer.eps
-            y = kernels.normalise(x, added, dropping, weight, bias, eps, asked, channels)
-        return y
+            return step.settle(self.name, self._plain(env[self.x], step), self.block)
+        dropping = None if self.drop is None else self.drop.dropping(step)
+        weight, bias = step.leaf(self.weight), step.leaf(self.bias)
+        added, channels = addend[0] if addend else None, step.channels.get(self.name)
+        asked, eps = step.asked(self.block).value, self.layer.eps
+        point = step.point(OUTPUT, self.name, self.block)
+        grid = None if point.must_measure else point.known
+        y = kernels.normalise(x, added, dropping, weight, bias, eps, asked, channels, grid)
+        return step.settle(self.name, y, self.block, is_rounded=grid is not None)
 
     def _plain(self, x: Tensor, step: StepContext) -> Tensor:
         layer, channels = self.layer, step.channels.get(self.name)

@@ -270,11 +270,13 @@ class StepContext:
         rows, asked = self.rows(x, image=image), self.asked(block).value
         return Finish(self.kernels, rows, asked, output, gradient)
 
-    def settle(self, value: str, x: Tensor, block: int) -> Tensor:
-        """A value that no layer made."""
+    def settle(self, value: str, x: Tensor, block: int, *, is_rounded: bool = False) -> Tensor:
+        """A value that no layer made; its kernel may have rounded it already."""
         if not x.is_floating_point() or x.ndim == 1:
             return x
         finish = self.finish(value, x, block)
+        if is_rounded:
+            finish = replace(finish, output=ActivePoint(self.kernels))
         return x if finish.output.is_idle and finish.gradient.is_idle else finished(x, finish)
 
     def coded(self, env: Environment, value: str, block: int) -> Tensor:
