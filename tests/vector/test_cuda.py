@@ -301,7 +301,7 @@ def test_norms(few: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.tensor([700, 650, 700], dtype=torch.int32, device="cuda")
     learned = [torch.rand(3, 40, device="cuda") + 0.5 for _ in range(6)]
     trains = torch.tensor([True, True, False], device="cuda")
-    act = Activation(True, 2.0, torch.full((3,), 2.0, device="cuda"))
+    act = Activation(True, 2.0)
 
     def both_ways(module: Any) -> list[Tensor]:
         weight, bias, mean, variance, factor, offset = (t.clone() for t in learned)

@@ -22,8 +22,6 @@ class Activation(NamedTuple):
 
     present: bool
     upper: float | None = None
-    cap: Tensor | None = None
-    """What the upper bound became on each device's grid, (device)."""
 
 
 NO_ACTIVATION = Activation(False)

@@ -160,8 +160,9 @@ def back(g: Tensor, grid: StackedGrid | None, kept: Kept) -> Tensor:
     before = g if grid is None else snap(g, grid)
     if act.present and kept.z is not None:
         passed = kept.z > 0
-        if act.cap is not None:
-            passed &= kept.z < act.cap[:, None, None]
+        if act.upper is not None:
+            bound = torch.full((len(g), 1, 1), act.upper, device=g.device)
+            passed &= kept.z < (bound if kept.z_grid is None else snap(bound, kept.z_grid))
         before = before * passed
     return before
 

@@ -440,9 +440,9 @@ def _total(PARTS, at, chunks, row, BC: tl.constexpr):
 
 @compiled_once
 def _back(
-    G, Z, Y, MEAN, RSTD, FACTOR, OFFSET, ROWS, WITH_BATCH, ASKED, CAP, COUNTERS,
+    G, Z, Y, MEAN, RSTD, FACTOR, OFFSET, ROWS, WITH_BATCH, ASKED, COUNTERS,
     SCALE, PER_STEP, LOW, HIGH, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH,
-    SUM_G, SUM_GY, SHIFT, SLOPE, WEIGHT, BIAS, SHARE, OUT, n, channels, wide, turns, chunks,
+    SUM_G, SUM_GY, SHIFT, SLOPE, WEIGHT, BIAS, SHARE, OUT, upper, n, channels, wide, turns, chunks,
     SHARES: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
     AGAIN: tl.constexpr, Z_ROUNDS: tl.constexpr, SUMS: tl.constexpr, RESULTS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
@@ -467,7 +467,7 @@ def _back(
                 at = (d * n + r) * channels + c[None, :]
                 y = tl.load(Y + at, mask=inside, other=0.0).to(tl.float32)
                 g = before_activation(
-                    G, Z, y, factor, offset, CAP,
+                    G, Z, y, factor, offset, upper,
                     SCALE, PER_STEP, LOW, HIGH, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH,
                     at, inside, d, ACTIVATION, CAPPED, ROUNDS, AGAIN, Z_ROUNDS,
                 )  # fmt: skip
@@ -501,7 +501,7 @@ def _back(
             at = (d * n + r) * channels + c[None, :]
             y = tl.load(Y + at, mask=inside, other=0.0).to(tl.float32)
             g = before_activation(
-                G, Z, y, factor, offset, CAP,
+                G, Z, y, factor, offset, upper,
                 SCALE, PER_STEP, LOW, HIGH, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH,
                 at, inside, d, ACTIVATION, CAPPED, ROUNDS, AGAIN, Z_ROUNDS,
             )  # fmt: skip
@@ -524,9 +524,9 @@ def back_through_norm(g: Tensor, grid: StackedGrid | None, kept: Kept) -> Gradie
     for programs, plan_of_launch in plan.launches(g):
         _back[programs](
             g, z, y, c.mean, c.rstd, c.factor, c.offset, rows, norm.with_batch, asked,
-            activation.cap, counters, *grid_parts(grid), *grid_parts(z_grid), *parts, *made,
-            shared if share else None, out, n, channels, plan.wide,
-            SHARES=share, ACTIVATION=activation.present, CAPPED=activation.cap is not None,
+            counters, *grid_parts(grid), *grid_parts(z_grid), *parts, *made,
+            shared if share else None, out, activation.upper or 0.0, n, channels, plan.wide,
+            SHARES=share, ACTIVATION=activation.present, CAPPED=activation.upper is not None,
             ROUNDS=grid is not None, AGAIN=z is None, Z_ROUNDS=z_grid is not None,
             **plan_of_launch,
         )  # fmt: skip

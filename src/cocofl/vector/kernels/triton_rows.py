@@ -32,7 +32,6 @@ _OF_DEVICES = (
     "ROWS",
     "VALID",
     "COUNT",
-    "CAP",
     "WITH_BATCH",
     "TRACKS",
     "MOMENTUM",
@@ -241,7 +240,7 @@ def finish(
 
 @triton.jit
 def before_activation(
-    G, Z, y, factor, offset, CAP, SCALE, PER_STEP, LOW, HIGH, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH,
+    G, Z, y, factor, offset, upper, SCALE, PER_STEP, LOW, HIGH, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH,
     at, inside, d,
     ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
     AGAIN: tl.constexpr, Z_ROUNDS: tl.constexpr,
@@ -254,24 +253,27 @@ def before_activation(
     if ROUNDS:
         g = rounded(g, d, SCALE, PER_STEP, LOW, HIGH)
     if ACTIVATION:
+        grid = grid_of(d, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, Z_ROUNDS)
         if AGAIN:
             z = y * factor + offset
             if Z_ROUNDS:
-                z = rounded(z, d, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH)
+                z = on_grid(z, grid)
         else:
             z = tl.load(Z + at, mask=inside, other=0.0).to(tl.float32)
         passed = z > 0
         if CAPPED:
-            passed = passed & (z < tl.load(CAP + d))
+            if Z_ROUNDS:
+                upper = on_grid(upper, grid)
+            passed = passed & (z < upper)
         g = tl.where(passed, g, 0.0)
     return g
 
 
 @compiled_once
 def _back(
-    G, Z, CAP, SCALE, PER_STEP, LOW, HIGH, ASKED, OUT, n, channels,
-    ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
-    BN: tl.constexpr, BC: tl.constexpr,
+    G, Z, SCALE, PER_STEP, LOW, HIGH, Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH, ASKED, OUT, upper,
+    n, channels, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr, ROUNDS: tl.constexpr,
+    Z_ROUNDS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     wait_for_those_before()
     d = tl.program_id(0).to(tl.int64)
@@ -280,24 +282,26 @@ def _back(
     inside = (r < n) & (c < channels) & (tl.load(ASKED + d) != 0)
     at = (d * n + r) * channels + c
     g = before_activation(
-        G, Z, None, None, None, CAP, SCALE, PER_STEP, LOW, HIGH, None, None, None, None,
-        at, inside, d, ACTIVATION, CAPPED, ROUNDS, False, False,
+        G, Z, None, None, None, upper, SCALE, PER_STEP, LOW, HIGH,
+        Z_SCALE, Z_PER_STEP, Z_LOW, Z_HIGH,
+        at, inside, d, ACTIVATION, CAPPED, ROUNDS, False, Z_ROUNDS,
     )  # fmt: skip
     tl.store(OUT + at, g, mask=inside)
 
 
 def back(g: Tensor, grid: StackedGrid | None, kept: Kept) -> Tensor:
     """The way back through activation and rounding."""
-    activation = kept.activation
+    activation, z_grid = kept.activation, kept.z_grid
     if not activation.present and grid is None:
         return g
     d, n, channels = g.shape
     down, across = blocks(g)
     out = torch.empty_like(g)
     _back[d, triton.cdiv(n, down), triton.cdiv(channels, across)](
-        g, kept.z, activation.cap, *grid_parts(grid), kept.asked, out, n, channels,
-        ACTIVATION=activation.present, CAPPED=activation.cap is not None,
-        ROUNDS=grid is not None, BN=down, BC=across,
+        g, kept.z, *grid_parts(grid), *grid_parts(z_grid), kept.asked, out,
+        activation.upper or 0.0, n, channels,
+        ACTIVATION=activation.present, CAPPED=activation.upper is not None,
+        ROUNDS=grid is not None, Z_ROUNDS=z_grid is not None, BN=down, BC=across,
     )  # fmt: skip
     return out
 

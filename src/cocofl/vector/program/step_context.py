@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cocofl.freeze.scheme import GRADIENT, OUTPUT, scale_key
-from cocofl.numerics import StackedGrid, snap
 from cocofl.vector.kernels.base import (
     NO_ACTIVATION,
     Activation,
@@ -145,9 +144,9 @@ class _Finish(torch.autograd.Function):
             grid = point.measure(run.largest(z, finish.rows))
             if grid is not None:
                 z = run.finish(z, None, None, NO_ACTIVATION, grid)
-        capped, shares = act._replace(cap=_cap(act, grid, y)), addend is not None
+        shares = addend is not None
         ctx.kernels, ctx.point = finish.kernels, finish.gradient
-        ctx.kept = Kept(None, None, capped, grid, finish.rows, c, norm, finish.asked, shares)
+        ctx.kept = Kept(None, None, act, grid, finish.rows, c, norm, finish.asked, shares)
         # What the activation let pass follows from y again, unless something was added.
         keep_z = act.present and (norm is None or shares)
         ctx.save_for_backward(y if norm is not None else None, z if keep_z else None)
@@ -169,14 +168,6 @@ class _Finish(torch.autograd.Function):
         offset = run.total(gy, rows) if needed[2] else None
         gradients = gy, addend, offset, weight, bias, None, None
         return tuple(g if own else None for g, own in zip(gradients, needed, strict=True))
-
-
-def _cap(act: Activation, grid: StackedGrid | None, like: Tensor) -> Tensor | None:
-    """What the activation's upper bound is for each device, once rounded."""
-    if act.upper is None:
-        return None
-    bound = torch.full((len(like), 1), act.upper, device=like.device)
-    return (bound if grid is None else snap(bound, grid)).flatten()
 
 
 @dataclass(eq=False)
