@@ -112,9 +112,16 @@ def _wait_for(processes: Sequence[int], until: float) -> None:
     """Until all have ended, or it is time."""
     left = list(processes)
     while left:
-        left = [process for process in left if os.waitpid(process, os.WNOHANG) == (0, 0)]
+        left = [process for process in left if not _has_ended(process)]
         if left and time.monotonic() > until:
             for process in left:
                 os.kill(process, signal.SIGKILL)
             until = float("inf")
         time.sleep(0.005 if left else 0.0)
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        return os.waitpid(process, os.WNOHANG) != (0, 0)
+    except ChildProcessError:  # somebody else waits for this process's children
+        return True
