@@ -72,6 +72,7 @@ def test_a_tiny_network_takes_its_tensors_though_no_page_is_new(own: str, tmp_pa
         assert cost.rss_bytes >= cost.tensor_bytes > 1000
 
 
+@pytest.mark.slow
 def test_one_configuration_in_a_fresh_process(own: str, tmp_path: Path) -> None:
     folder = tmp_path / "workspace"
     prepare_apart(folder, Settings(own, backend="reference", batch=8))

@@ -49,6 +49,7 @@ def test_a_row_of_few_rounds_is_not_lengthened() -> None:
     assert Pace(round_s=2, evaluation_s=10).rounds_within(1e9, every=50, most=8) == 8
 
 
+@pytest.mark.slow
 def test_a_row_is_tried_played_and_found_again(
     tiny: Collection, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
