@@ -158,7 +158,9 @@ def test_a_node_killed_in_training_comes_back(tmp_path: Path, secure: bool) -> N
         await_run(network, run_id, folder)
     rounds = RunFolder(folder).rounds()
     merged = [record.count("merged") for record in rounds]
-    assert merged[:2] == [3, 2], "the round in which it died goes on without it"
+    # The second round may have begun before the mark was removed: then it dies in the third.
+    assert merged[:2] in ([3, 2], [3, 3]), "it was there before"
+    assert 2 in merged[1:3], "the round in which it died goes on without it"
     assert min(merged) >= 2
     assert merged[-1] == 3, "it is back"
     # Its key is refused until the SuperLink has noticed that the first one is dead.
