@@ -38,7 +38,7 @@ TRIAL_ROUNDS, SLOW_ROUNDS = 6, 2
 STEP = 20
 """Rounds that are chosen are a multiple of it."""
 RARELY = {"evaluation.every": 50}
-"""Where rounds are chosen, they are not room on evaluations."""
+"""Where rounds are chosen, time goes into rounds rather than into evaluations."""
 RESERVE_S, RESERVE_SHARE = 10, 0.03
 """For the start, and for rounds that take longer than those that were tried."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cocofl.freeze.kernels import Geometry
 from cocofl.vector.kernels.triton_depthwise import by_device, room_for_result, room_like
-from cocofl.vector.kernels.triton_halves import ROOM, peaks, pieces_of, scale_of
+from cocofl.vector.kernels.triton_halves import peaks, pieces_of, scale_of
 from cocofl.vector.kernels.triton_launch import kernels, wait_for_those_before
 
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU; sums are cut into as many pieces
@@ -148,7 +148,7 @@ def _convolve(
 def _weight(
     X, G, OUT, ASKED, PEAKS, images, height, width, out_height, out_width, units, outputs, tall,
     wide, step_h, step_w, pad_h, pad_w, turns, pieces, patch_h, patch_w, chunks,
-    ROOM: tl.constexpr, UNIT: tl.constexpr,
+    UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one device's gradient, over one piece of its positions.
@@ -181,7 +181,7 @@ def _weight(
     patch = piece * turns
     from_image = patch // (high * broad) * patch_images
     from_u, from_v = patch // broad % high * patch_h, patch % broad * patch_w
-    down, up = scale_of(PEAKS, d, chunks, ROOM)
+    down, up = scale_of(PEAKS, d, chunks)
     total = tl.zeros((BM, BN), tl.float32)
     asked = tl.load(ASKED + d) != 0
     # At least one, of nothing if need be: else products wait for one another.
@@ -351,7 +351,7 @@ def dense_weight(g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, asked: Ten
     _weight[*grid, d * pieces](
         x, g, parts, asked, found, b, height, width, *g.shape[3:], channels // unit, outputs,
         *w.shape[3:], *geometry.stride, *geometry.padding, turns, pieces, patch_h, patch_w,
-        pieces_of(found), ROOM=ROOM, UNIT=unit, **tile.launch(),
+        pieces_of(found), UNIT=unit, **tile.launch(),
     )  # fmt: skip
     gw, size = torch.empty(w.shape, device=g.device), outputs * row
     blocks = triton.cdiv(size, _BLOCK)

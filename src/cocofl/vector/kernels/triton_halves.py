@@ -15,8 +15,7 @@ from torch import Tensor
 from cocofl.vector.kernels.triton_launch import kernels, wait_for_those_before
 from cocofl.vector.kernels.triton_rows import CHUNKS, TILE, chunks_of
 
-ROOM = CHUNKS
-"""For the pieces of a device, of which there are no more."""
+_ROOM = tl.constexpr(CHUNKS)  # for the pieces of a device, of which there are no more
 
 _compiled_once = kernels(sizes=("stride", "size", "turns"), of_devices=("ASKED",))
 
@@ -30,14 +29,14 @@ def power_of_two(largest):
 
 
 @triton.jit
-def scale_of(PEAKS, d, chunks, ROOM: tl.constexpr):
+def scale_of(PEAKS, d, chunks):
     """What a device's numbers are divided by, so that the largest is from 2^13 to 2^14; 1 over it.
 
     1 and 1 where nobody looked for the largest.
     """
     down, up = 1.0, 1.0
     if PEAKS is not None:
-        k = tl.arange(0, ROOM)
+        k = tl.arange(0, _ROOM)
         peaks = tl.load(PEAKS + d * chunks + k, mask=k < chunks, other=0.0)
         down, up = power_of_two(tl.max(peaks, 0))
         down, up = down * (1.0 / 8192), up * 8192.0
@@ -48,8 +47,7 @@ def scale_of(PEAKS, d, chunks, ROOM: tl.constexpr):
 def _peaks(X, ASKED, OUT, stride, size, turns, BN: tl.constexpr):
     wait_for_those_before()
     d, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if ASKED is not None:
-        turns *= (tl.load(ASKED + d) != 0).to(tl.int32)
+    turns *= (tl.load(ASKED + d) != 0).to(tl.int32)
     best = tl.zeros((BN,), tl.float32)
     for turn in range(turns):
         i = (chunk * turns + turn) * BN + tl.arange(0, BN)
@@ -57,7 +55,7 @@ def _peaks(X, ASKED, OUT, stride, size, turns, BN: tl.constexpr):
     tl.store(OUT + d * tl.num_programs(1) + chunk, tl.max(best, 0))
 
 
-def peaks(x: Tensor, asked: Tensor | None = None) -> Tensor:
+def peaks(x: Tensor, asked: Tensor) -> Tensor:
     """max|x| of pieces of each device, (device, piece), for :func:`scale_of`.
 
     Each device's lie densely, in whatever order; of devices that did not ask it is 0.
